@@ -1,24 +1,23 @@
 """What `mezzo.advise` says about three models, against a separate timing of the same settings.
 
 Run it with `python benchmarks/advise.py`. The value of a row is the advised gain over float32
-against the gain that CUDA events give, whichever is larger over the other.
+against the gain that a training loop of one's own gives, whichever is larger over the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 import torch
-from measure import Row, store
+from measure import Row, results_path, store, take_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
 
-CALLS, ROUNDS = 20, 9
+CALLS, ROUNDS = 20, 21
 
 
 def wide() -> tuple[nn.Module, Tensor]:
@@ -58,27 +57,25 @@ def products_in(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def time_setting(make: Callable[[], tuple[nn.Module, Tensor]], batch: Any, setting: Any) -> float:
-    """Return the median microseconds of a training step, by events of CUDA."""
+def trained_at(
+    make: Callable[[], tuple[nn.Module, Tensor]], batch: Any, setting: Any
+) -> Callable[[], object]:
+    """Set up a training step as a user would write it, and run it until it is captured."""
     model = make()[0].cuda()
     dtype = {} if setting.level == "O0" else {"dtype": setting.precision.value}
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6)
-    with products_in(setting.precision.value):
-        step = mezzo.TrainStep(
-            model, F.mse_loss, optimizer, setting.level, capture=setting.captured, **dtype
-        )
-        for _ in range(CALLS):
-            step(*batch)
-        times = []
-        for _ in range(ROUNDS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(CALLS):
-                step(*batch)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return median(times)
+    step = mezzo.TrainStep(
+        model, F.mse_loss, optimizer, setting.level, capture=setting.captured, **dtype
+    )
+
+    def train() -> object:
+        with products_in(setting.precision.value):
+            return step(*batch)
+
+    for _ in range(CALLS):
+        train()
+    # A captured step keeps the precision of its products.
+    return (lambda: step(*batch)) if step.captured else train
 
 
 def row_of(name: str) -> Row:
@@ -90,13 +87,17 @@ def row_of(name: str) -> Row:
         batch = x, torch.zeros_like(model(x))
     advice = mezzo.advise(model, batch, F.mse_loss, rounds=21)
     print(name, advice, sep="\n", flush=True)
-    slow = time_setting(make, batch, advice.times[0].setting)
-    fast = time_setting(make, batch, advice.chosen.setting)
+    settings = {
+        "float32": advice.times[0].setting,
+        str(advice.chosen.setting): advice.chosen.setting,
+    }
+    steps = {what: trained_at(make, batch, setting) for what, setting in settings.items()}
+    times = take_turns(steps, calls=CALLS, rounds=ROUNDS, device="cuda")
     advised = advice.chosen.gain or 1.0
-    ratio = advised * fast / slow
+    ratio = advised * times[str(advice.chosen.setting)] / times["float32"]
     return Row(
         f"{name}: {advice.chosen.setting}, {advised:.2f} × as fast",
-        {"float32": slow, str(advice.chosen.setting): fast},
+        times,
         max(ratio, 1 / ratio),
         "×",
         1.15,
@@ -110,6 +111,8 @@ def main() -> None:
         return
     rows = [row_of(name) for name in MODELS]
     print(*rows, sep="\n")
+    # A row's name has the gain: rows of earlier runs would be kept beside it.
+    results_path("advise", "cuda").unlink(missing_ok=True)
     print(f"stored in {store('advise', rows, 'cuda')}")
 
 
