@@ -120,6 +120,9 @@ class BufferSnapshot:
             sum(self._sizes), dtype=buffers[0].dtype, device=buffers[0].device
         )
         self._before = self._split(self._memory)
+        # Values after a step, laid out alike, so that few launches select between both.
+        self._selected = torch.empty_like(self._memory)
+        self._after = self._split(self._selected)
 
     def save(self) -> None:
         """Save the values."""
@@ -135,11 +138,11 @@ class BufferSnapshot:
 
     def restore_where(self, flag: torch.Tensor) -> None:
         """Restore the saved values if a flag on the device is not 0. Does not synchronize."""
-        now = torch.cat([buffer.reshape(-1) for buffer in self._buffers])
+        foreach_copy_(self._after, self._buffers)
         # Selected and not multiplied by the flag: the current value may be NaN.
-        foreach_copy_(
-            self._buffers, self._split(torch.where(flag.to(now.device) != 0, self._memory, now))
-        )
+        skipped = flag.to(self._memory.device) != 0
+        torch.where(skipped, self._memory, self._selected, out=self._selected)
+        foreach_copy_(self._buffers, self._after)
 
     def pairs(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Return each buffer with its saved value."""
