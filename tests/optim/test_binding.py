@@ -493,7 +493,7 @@ def test_without_clipping_no_norm_is_computed():
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_a_norm_can_be_computed_without_clipping(scale: float | None):
     twins = Twins(OPTIMIZERS["AdamW"], "split")
-    twins.binding.tracks_norm = True
+    twins.binding.track_norm()
     twins.set_gradients()
     for whole in twins.full_weights:
         whole.grad /= scale or 1.0

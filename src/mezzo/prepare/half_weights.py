@@ -152,13 +152,8 @@ def _set_tensors(
     parameter.grad = gradient
 
 
-def add_masters_when_trained(
-    binding: OptimizerBinding, weights: HalfWeights, undo: ExitStack
-) -> None:
-    """Create master weights for frozen or new parameters when they get their first gradient.
-
-    `undo` gets a callback that ends this.
-    """
+def add_masters_when_trained(binding: OptimizerBinding, weights: HalfWeights) -> None:
+    """Create master weights for frozen or new parameters when they get their first gradient."""
 
     def add_masters(missing: list[torch.Tensor]) -> None:
         for parameter in missing:
@@ -174,5 +169,4 @@ def add_masters_when_trained(
             if parameter in weights:
                 weights.hand_over(parameter, binding.masters)
 
-    binding.on_missing_masters = add_masters
-    undo.callback(setattr, binding, "on_missing_masters", None)
+    binding.add_masters_with(add_masters)

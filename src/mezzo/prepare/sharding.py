@@ -274,8 +274,7 @@ def refuse_replaced_parameters(optimizer: Optimizer, models: Models) -> Callable
     check = partial(_check_parameters, optimizer, decorated, models)
     binding = optimizer_binding(optimizer)
     if binding is not None:
-        binding.before_first_step = check
-        return partial(setattr, binding, "before_first_step", None)
+        return binding.check_first_step_with(check)
     is_checked = False
 
     def before_step(*_: Any) -> None:

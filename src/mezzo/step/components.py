@@ -237,7 +237,7 @@ def _track_norms(optimizers: tuple[Optimizer, ...], decoration: Decoration) -> N
         if binding is None:
             binding = bind_optimizer(optimizer, MasterWeights(Master.NONE))
             decoration.undo_stack.callback(binding.unbind)
-        binding.tracks_norm = True
+        binding.track_norm()
 
 
 def choose_scaler(

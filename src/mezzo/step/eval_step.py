@@ -167,8 +167,7 @@ class EvalStep:
         timing = kind.timings[_CALL]
         returned = timing.time_replay(lambda: graph.replay(leaves))
         if timing.judges_slower() and self._capture is Capture.AUTO:
-            del kind.graphs[_CALL]
-            kind.is_eager = True
+            kind.leave_eager(_CALL)
             if not (kind.graphs or self._inputs.are_others_captured(kind)):
                 self._give_up(f"for inputs of shape {format_shapes(leaves)}, {timing.reason}")
         return returned
@@ -200,7 +199,7 @@ class EvalStep:
         graph = self._try_capture(capturer, kind, inputs, leaves)
         if graph is None:
             return self._run_eagerly(inputs)
-        self._inputs.add(kind, _CALL, graph)
+        kind.add_graph(_CALL, graph)
         return self._replay(kind, graph, leaves)
 
     def _try_capture(
@@ -219,7 +218,7 @@ class EvalStep:
             except CaptureFailed as failure:
                 reason = str(failure)
         if self._inputs.are_others_captured(kind):
-            kind.is_eager = True
+            kind.leave_eager()
             reason = f"for inputs of shape {format_shapes(leaves)}, {reason}"
             warn_not_captured(reason, self._capture)
         else:

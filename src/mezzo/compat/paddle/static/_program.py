@@ -100,9 +100,13 @@ class Program:
             )
         return self._variables[name]
 
+    def train_with(self, trainer: Any) -> None:
+        """Let every run train, or evaluate as this trainer does."""
+        self.trainer = trainer
+
     def set_name(self, variable: Variable, name: str) -> None:
         """Name a variable of this program."""
-        variable.name = name
+        variable.set_name(name)
         self._variables[name] = variable
 
     def unique_name(self, op: str) -> str:
@@ -142,6 +146,10 @@ class Variable(Tensor):
         variable.program, variable.sizes = program, tuple(meta.shape)
         program.set_name(variable, name)
         return variable
+
+    def set_name(self, name: str) -> None:
+        """Set the name; `Program.set_name` also enters it among those of the program."""
+        self.name = name
 
     # Reaches `__torch_function__`, which raises with what to call in a static program.
     backward = torch.Tensor.backward
