@@ -42,11 +42,9 @@ class OptimizerRecord:
         """Enter a stage."""
         self.stage = stage
 
-    def add_known(self, source: NonfiniteSource | None) -> None:
-        """Add a check whose outcome is known: None if every gradient was finite."""
-        self.known.append(source is not None)
-        if source is not None:
-            self.source = source
+    def name_source(self, source: NonfiniteSource) -> None:
+        """Name the first parameter with a non-finite gradient."""
+        self.source = source
 
     def add_flagged(self, source: FlaggedSource) -> FlaggedSource:
         """Return the source to which a check on a device adds its flags: this one if it is new."""

@@ -130,7 +130,9 @@ class OptimizerRecords:
             if self.counts is not None:
                 gradients.count(optimizer, self.counts)
             found_nonfinite = self._checker.check(optimizer, factor, flags)
-            record.add_known(self._nonfinite_source(optimizer, record) if found_nonfinite else None)
+            record.known.append(found_nonfinite)
+            if found_nonfinite:
+                record.name_source(self._nonfinite_source(optimizer, record))
         else:
             self._check_on_device(optimizer, record, flags, factor, scale.scale, mesh)
         if self._reduce_found_inf is not None:
