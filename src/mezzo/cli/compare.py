@@ -169,7 +169,7 @@ def _run(name: str, options: Options, progress: Progress) -> Comparison:
 
 
 def _run_programs(options: Options, progress: Progress) -> Comparison:
-    from mezzo.comparing.paddle_programs import PROGRAMS, run_programs  # noqa: PLC0415
+    from mezzo.comparing.paddle_runs import PROGRAMS, run_programs  # noqa: PLC0415
 
     device, done = torch.device(options.device or hardware().device), count()
     return run_programs(

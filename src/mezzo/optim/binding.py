@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mezzo._casting import cast
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
-from mezzo.optim.fused_algorithms import algorithm_name
+from mezzo.optim.fused_algorithms import is_known, without_hooks
 from mezzo.optim.master_formats import RandomDraw
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.sharded_norm import CheckedNorm, check_with_norm, clip_over
@@ -75,7 +75,7 @@ class OptimizerBinding:
         self._check_first_step: Callable[[], None] | None = None
         self.active = True
         self._original_step = without_hooks(type(optimizer).step)
-        self._has_known_step = _is_known(optimizer)
+        self._has_known_step = is_known(optimizer)
         self._replaced_attributes = {
             name: optimizer.__dict__[name] for name in _ATTRIBUTES if name in optimizer.__dict__
         }
@@ -122,10 +122,7 @@ class OptimizerBinding:
         self._tracks_norm = True
 
     def add_masters_with(self, add: Callable[[list[torch.Tensor]], None]) -> None:
-        """Call `add` before a step with 16-bit parameters that have a gradient and no master.
-
-        They were added to the optimizer, or unfrozen, after it was bound.
-        """
+        """Call `add` before a step with 16-bit parameters that have a gradient and no master."""
         self._add_masters = add
 
     def check_first_step_with(self, check: Callable[[], None]) -> Callable[[], None]:
@@ -142,9 +139,7 @@ class OptimizerBinding:
         If other code has wrapped the replaced step meanwhile, its wrapper stays, and calls the
         original step too.
         """
-        self.active = False
-        self._add_masters = None
-        self._remove_check()
+        self.active, self._add_masters = False, None
         self._pre_hook.remove()
         self._restore_step()
         for name in _ATTRIBUTES:
@@ -432,12 +427,6 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[],
     return restore
 
 
-def without_hooks(step: Any) -> Callable[..., Any]:
-    """Return the step of an optimizer class without torch's wrapper that runs step hooks."""
-    function: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return function
-
-
 def _refuse_copy(_: object) -> None:
     raise UnsupportedError(
         "A decorated optimizer cannot be deep-copied: the copy would train without the master"
@@ -459,8 +448,3 @@ def _rekey_state(optimizer: Optimizer, replacements: dict[Any, Any]) -> None:
     state = {replacements.get(key, key): value for key, value in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
-
-
-def _is_known(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step is torch's or mezzo's."""
-    return algorithm_name(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim."))

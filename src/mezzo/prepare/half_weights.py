@@ -153,7 +153,10 @@ def _set_tensors(
 
 
 def add_masters_when_trained(binding: OptimizerBinding, weights: HalfWeights) -> None:
-    """Create master weights for frozen or new parameters when they get their first gradient."""
+    """Create master weights for parameters that were added or unfrozen after the binding.
+
+    They get them before the first step for which they have a gradient.
+    """
 
     def add_masters(missing: list[torch.Tensor]) -> None:
         for parameter in missing:

@@ -22,7 +22,8 @@ from mezzo.optim.binding import optimizer_binding
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets import is_torch
 from mezzo.policy.types import NORMS, Level, Master, Selector
-from mezzo.prepare.arguments import KeepFull, Optimizer
+from mezzo.prepare.arguments import Optimizer
+from mezzo.prepare.keep_full import KeepFull
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.mesh import any_sharded, is_sharded, mesh_of
 

@@ -17,6 +17,7 @@ from mezzo.policy.types import Level
 from mezzo.prepare import arguments
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.keep_full import read_keep_full
 from mezzo.prepare.plan import PolicyArg
 from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
@@ -263,7 +264,7 @@ def _prepare(model: nn.Module, policy: PolicyArg | None, overrides: dict[str, An
     if decoration is not None and policy is None and not overrides:
         return
     requested = "O1" if policy is None else policy
-    parsed = arguments.read_keep_full(requested, overrides, (model,))[0]
+    parsed = read_keep_full(requested, overrides, (model,))[0]
     if decoration is None:
         if parsed.level in (Level.O2, Level.O3) and model.training:
             raise PolicyError(

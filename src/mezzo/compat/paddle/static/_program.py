@@ -14,8 +14,9 @@ import torch
 from mezzo._casting import map_tensors, tensors_of
 from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.autocasting.regions import innermost_region
+from mezzo.compat.paddle._dtypes import parse_dtype
 from mezzo.compat.paddle._places import device_of
-from mezzo.compat.paddle._tensor import Tensor, parse_dtype, parse_to
+from mezzo.compat.paddle._tensor import Tensor, parse_to
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931, 9929, 9923, 9907)
 """Placeholders for sizes that are unknown until the program runs, one per dimension. They are
