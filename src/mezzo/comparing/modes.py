@@ -219,6 +219,7 @@ class _StepCounter:
         self.optimizer.register_step_post_hook(self._count)
 
     def count_call(self) -> None:
+        """Count a call of the step."""
         self.calls += 1
 
     def _count(self, *_: object) -> None:
