@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.attribute_writes import foreign_writes
 from torch import nn
 
 import mezzo
@@ -32,6 +33,43 @@ WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 SOURCE = ROOT / "src" / "mezzo"
 TEXTS = ["src/**/*", "tests/**/*", "benchmarks/*", "examples/*", "docs/**/*", "*.md"]
+
+
+_PATCHED = "a function of torch, of the user or of the script, which mezzo replaces"
+_ACCELERATOR = "Accelerate's own object, which `use` makes one of mezzo's"
+_PUBLIC = "a property that is part of the dialect, with a setter that does what it says"
+ALLOWED_WRITES = {
+    "_torch.py": {
+        "owner": "fields of torch's FSDP, by name",
+        "parameter": "fields of torch's FSDP, by name",
+    },
+    "autocasting/module_rules.py": {"forward": "a mark on the function that replaces a forward"},
+    "autocasting/torch_hooks.py": {
+        "module": _PATCHED,
+        "script_class.__call__": _PATCHED,
+        "torch_checkpoint": _PATCHED,
+    },
+    "cli/script_observer.py": {"owner": _PATCHED},
+    "compat/apex/amp/_casts.py": {"module": _PATCHED},
+    "compat/mxnet/_parameter.py": {
+        "parameter.grad_req": _PUBLIC,
+        "self.tensor.grad_req": "a mark on the tensor of torch",
+    },
+    "compat/mxnet/amp/_scaling.py": {
+        "node.loss_scale": "the context of an autograd function",
+        "node.scaler": "the context of an autograd function",
+    },
+    "compat/paddle/_tensor.py": {"result.stop_gradient": _PUBLIC},
+    "compat/paddle/jit.py": {"marked": "a mark on a function"},
+    "compat/torch/__init__.py": {"module": _PATCHED, "replaced.module": _PATCHED},
+    "compat/torch/_autocast.py": {"decorated": "a mark on a function, which torch.jit reads"},
+    "integrations/accelerate.py": {"target._mezzo": _ACCELERATOR, "target.scaler": _ACCELERATOR},
+    "observing/attach.py": {"owner": _PATCHED, "self._owner": _PATCHED},
+    "parallel/group_shutdown.py": {"distributed.ProcessGroup": _PATCHED},
+    "prepare/rollback.py": {"parameter": "the gradient of a parameter"},
+    "scaling/schedule_sync.py": {"one": "the class of a scheduler or an optimizer of the user"},
+}
+"""Attributes of other objects that mezzo may write: the files, the targets and the reasons."""
 
 
 def test_every_folder_of_tests_is_named_after_a_package():
@@ -110,6 +148,35 @@ def test_the_walks_in_contributing_name_existing_functions():
                 names |= {f"{node.name}.{part.name}" for part in node.body if hasattr(part, "name")}
         assert set(re.findall(r"`([\w.]+)`", functions)) <= names, module
     assert max(map(int, re.findall(r"^(\d+)\. ", walks, re.MULTILINE))) <= 10
+
+
+def test_no_object_writes_attributes_of_another():
+    assert set(foreign_writes(SOURCE)) == {
+        f"{path}: {target}" for path, targets in ALLOWED_WRITES.items() for target in targets
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        ("one.count = 1", ["one.count"]),
+        ("one.count, other = 1, 2", ["one.count"]),
+        ("one.part.count += 1", ["one.part.count"]),
+        ("del one.count", ["one.count"]),
+        ("setattr(one, name, 1)", ["one"]),
+        ("callback(setattr, one, 'count', 1)", ["one"]),
+        ("new = Counter(); new.count = 1", []),
+        ("new = one.part(); new.count = 1", ["new.count"]),
+        ("STATE.count = 1", []),
+        ("one.grad = None", []),
+        ("one.unknown = 1", []),
+    ],
+)
+def test_writes_of_attributes_are_found(body, written, tmp_path):
+    declared = "class Counter:\n    def __init__(self):\n        self.count = self.grad = 0\n"
+    text = f"{declared}\nSTATE = Counter()\n\ndef write(one, name):\n    {body}\n"
+    (tmp_path / "module.py").write_text(text)
+    assert foreign_writes(tmp_path) == [f"module.py: {target}" for target in written]
 
 
 def test_a_warm_train_step_enters_few_files_and_seldom_changes_the_package():

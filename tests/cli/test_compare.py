@@ -113,10 +113,10 @@ def workloads(monkeypatch):
     registry = types.ModuleType("mezzo.comparing.registry")
     registry.WORKLOADS = {"first": "a first one", "broken": "one that fails", "last": "a last one"}
     registry.load_workload = load_workload
-    programs = types.ModuleType("mezzo.comparing.paddle_programs")
+    programs = types.ModuleType("mezzo.comparing.paddle_runs")
     programs.run_programs, programs.PROGRAMS = run_programs, ("dynamic O1",)
     monkeypatch.setitem(sys.modules, "mezzo.comparing.registry", registry)
-    monkeypatch.setitem(sys.modules, "mezzo.comparing.paddle_programs", programs)
+    monkeypatch.setitem(sys.modules, "mezzo.comparing.paddle_runs", programs)
 
 
 # -- what is printed -------------------------------------------------------------------------------

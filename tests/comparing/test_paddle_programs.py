@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.comparing import paddle_programs
+from mezzo.comparing import paddle_programs, paddle_runs
 from mezzo.comparing.comparison import Comparison
-from mezzo.comparing.paddle_programs import PROGRAMS, run_programs
+from mezzo.comparing.paddle_runs import PROGRAMS, run_programs
 from mezzo.comparing.workload import Preset
 from mezzo.compat import paddle
 
@@ -123,8 +123,8 @@ def test_ctrl_c_inside_a_static_program_leaves_static_mode(monkeypatch):
     def interrupt(sizes, place):
         raise KeyboardInterrupt
 
-    first = paddle_programs.Program("static O1", interrupt, 1.0, 1.0, is_static=True)
-    monkeypatch.setattr(paddle_programs, "PROGRAMS", (first,))
+    first = paddle_runs.Program("static O1", interrupt, 1.0, 1.0, is_static=True)
+    monkeypatch.setattr(paddle_runs, "PROGRAMS", (first,))
     with pytest.raises(KeyboardInterrupt):
         run_programs(Preset.SMALL, "cpu", 2)
     assert paddle.in_dynamic_mode()

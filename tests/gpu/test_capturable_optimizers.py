@@ -240,7 +240,7 @@ def test_a_tracked_norm_is_that_of_the_replayed_gradients(clip_norm: float | Non
     for capture in (True, False):
         run = Run("NAdam", "O2", "float16", capture=capture, clip_norm=clip_norm)
         for optimizer in run.optimizers:
-            optimizer._bound.tracks_norm = True
+            optimizer._bound.track_norm()
         run.train(8, change=False)
         norms.append(mezzo.grad_norm(run.optimizers[0]))
     assert float(norms[0]) > 0
@@ -251,7 +251,7 @@ def test_a_fused_step_tracks_the_norm_without_clipping() -> None:
     model = nn.Linear(300, 20, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
-    optimizer._bound.tracks_norm = True
+    optimizer._bound.track_norm()
     for _ in range(2):
         model(torch.randn(8, 300, device="cuda")).float().square().mean().backward()
         wanted = nn.utils.get_total_norm([one.grad.float() for one in model.parameters()])

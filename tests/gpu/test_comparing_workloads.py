@@ -10,7 +10,7 @@ from torch import nn
 
 import mezzo
 from mezzo.comparing.detector import detection_loss
-from mezzo.comparing.paddle_programs import run_programs
+from mezzo.comparing.paddle_runs import run_programs
 from mezzo.comparing.registry import WORKLOADS, load_workload
 from mezzo.comparing.workload import Preset
 

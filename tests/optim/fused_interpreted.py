@@ -166,7 +166,7 @@ def test_a_scaler_checks_clips_and_steps() -> None:
 
 def test_a_tracked_norm_is_computed_without_clipping() -> None:
     trained = small()
-    trained.bound.tracks_norm = True
+    trained.bound.track_norm()
     memory = set()
     for done in range(2):
         trained.gradients(64.0)
@@ -184,7 +184,7 @@ def test_a_tracked_norm_is_computed_without_clipping() -> None:
 @pytest.mark.parametrize("has_scaler", [True, False])
 def test_the_norm_is_computed_without_clipping(has_scaler: bool) -> None:
     trained = small()
-    trained.bound.tracks_norm = True
+    trained.bound.track_norm()
     scale = 64.0 if has_scaler else 1.0
     scaler = mezzo.GradScaler("cpu", init_scale=scale)
     scaler.scale(torch.ones((), requires_grad=True)).backward()

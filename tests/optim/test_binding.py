@@ -291,6 +291,19 @@ def test_a_group_added_later_is_updated():
     assert twins.are_equal(), twins.seed
 
 
+def test_an_unbound_optimizer_adds_no_masters():
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    binding = OptimizerBinding(optimizer, MasterWeights(Master.FLOAT32))
+    missing: list[list[torch.Tensor]] = []
+    binding.add_masters_with(missing.append)
+    parameter.grad = torch.ones_like(parameter)
+    binding.widen_gradients()
+    binding.unbind()
+    binding.widen_gradients()
+    assert len(missing) == 1
+
+
 def test_a_step_does_not_change_gradients():
     for clip_norm in (None, 0.1):
         twins = Twins(OPTIMIZERS["SGD nesterov"], "split", clip_norm=clip_norm)
@@ -493,7 +506,7 @@ def test_without_clipping_no_norm_is_computed():
 @pytest.mark.parametrize("scale", [None, 1024.0])
 def test_a_norm_can_be_computed_without_clipping(scale: float | None):
     twins = Twins(OPTIMIZERS["AdamW"], "split")
-    twins.binding.tracks_norm = True
+    twins.binding.track_norm()
     twins.set_gradients()
     for whole in twins.full_weights:
         whole.grad /= scale or 1.0

@@ -186,7 +186,7 @@ def test_gradients_are_unscaled_and_clipped_to_the_norm(clip_norm: float) -> Non
 
 def test_a_tracked_norm_is_computed_without_clipping() -> None:
     twins = Twins("Adamax")
-    twins.binding.tracks_norm = True
+    twins.binding.track_norm()
     kept = []
     for _ in range(2):
         twins.set_gradients(16.0)

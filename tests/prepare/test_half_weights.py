@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.prepare.half_weights import HalfWeights
 
@@ -108,14 +107,6 @@ def test_small_updates_of_an_unfrozen_parameter_count_from_its_first_gradient(ma
     other = optimizer(plain.parameters(), lr=1e-4)
     step(plain, other, 100)
     torch.testing.assert_close(model.weight, plain.weight, rtol=1e-6, atol=0)
-
-
-def test_undecorating_removes_the_callback_for_missing_masters():
-    model, optimizer = frozen("float32")
-    binding = optimizer_binding(optimizer)
-    assert binding.on_missing_masters is not None
-    mezzo.undecorate(model)
-    assert binding.on_missing_masters is None
 
 
 def test_a_parameter_of_a_group_added_later_gets_a_master():

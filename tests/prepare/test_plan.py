@@ -10,7 +10,8 @@ from torch.nn.utils import parametrizations
 
 import mezzo
 from mezzo.policy.types import Level, Master
-from mezzo.prepare.arguments import KeepFull, Targets
+from mezzo.prepare.arguments import Targets
+from mezzo.prepare.keep_full import KeepFull
 from mezzo.prepare.plan_rows import (
     PlanRow,
     TensorRule,

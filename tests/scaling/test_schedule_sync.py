@@ -16,21 +16,20 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
 from mezzo import ScalerError
 from mezzo.optim.fused_algorithms import algorithm_name
 from mezzo.scaling.schedule_sync import (
+    LaggingSchedule,
     catch_up,
     class_of,
     groups_of,
     is_synced_on_read,
     stop_sync,
     sync_on_read,
-    without_sync,
 )
 
 
-class CountingSchedule:
+class CountingSchedule(LaggingSchedule):
     """A schedule that counts its updates."""
 
     def __init__(self) -> None:
-        self.paused = False
         self.calls = 0
         self.changes = 0
 
@@ -113,7 +112,7 @@ def test_zero_grad_and_reads_inside_mezzo_do_not_update(pair: Pair) -> None:
     pair.optimizer.zero_grad(set_to_none=False)
     assert pair.weight.grad == 0
     assert groups_of(pair.optimizer)[0]["lr"] == 0.1
-    with without_sync(pair.schedule):
+    with pair.schedule.without_sync():
         pair.optimizer.step()
         pair.scheduler.step()
         assert (pair.optimizer.param_groups[0]["lr"], pair.scheduler.last_epoch) == (0.1, 1)

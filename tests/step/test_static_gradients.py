@@ -33,14 +33,14 @@ def test_gradients_that_no_call_has_added_to_are_removed(static, parameters):
 
 
 def test_a_replay_adds_to_all_of_them(static, parameters):
-    static.has_replayed = True
+    static.note_replay()
     static.detach_unused()
     assert have_gradients(parameters) == [True, True]
 
 
 def test_an_eager_call_before_a_captured_update_does_not_count_after_it(static, parameters):
     parameters[0].sum().backward()
-    static.has_run = True
+    assert static.note_eager_call([(parameters[0], parameters[0].grad)])
     # As a graph does, without a new version.
     parameters[0].grad.data.zero_()
     static.note_zeros()

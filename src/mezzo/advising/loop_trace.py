@@ -94,7 +94,7 @@ def _run(
         stack.enter_context(_BackwardMode(loop.device_type, trace, around_backward))
         stack.enter_context(_ClipMode(loop, watch, trace))
         traced(loop.model, loop.step, trace.ops)
-        trace.half_states = list(half_states(loop.optimizers))
+        trace.half_states.extend(half_states(loop.optimizers))
 
 
 def _restored(loop: Loop) -> AbstractContextManager[None]:

@@ -18,8 +18,9 @@ from mezzo.advising.optimizer_states import OptimizerStates
 from mezzo.policy.parse import Selectors, selectors
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import NORMS, Level, Master, Selector
-from mezzo.prepare.arguments import KeepFull, Targets, models_of, read_keep_full, unwrapped
+from mezzo.prepare.arguments import Targets, models_of, unwrapped
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.keep_full import KeepFull, read_keep_full
 from mezzo.prepare.plan import PolicyArg, plan_tensors
 from mezzo.prepare.plan_rows import PlannedTensor
 from mezzo.scaling.gradients import parameters

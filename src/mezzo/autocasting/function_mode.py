@@ -56,6 +56,11 @@ class AutocastMode(TorchFunctionMode):
         self.device = device
         self.key = key
 
+    def use_table(self, key: str) -> str:
+        """Use the table with this key; return the key of the one before."""
+        before, self.key = self.key, key
+        return before
+
     # Both are created on first use in eager mode. Compiled code does not use them, and would guard
     # on their contents.
     @cached_property

@@ -116,7 +116,7 @@ class ModuleRuleBinding:
         entry = _Entry(self, self._replace_forwards())
         _thread.entries.append(entry)
         for forward, precision in entry.precisions.items():
-            forward.in_thread.precision = precision
+            forward.in_thread.apply(precision)
 
     def __exit__(self, *_: object) -> None:
         # Not necessarily the innermost: a suspended generator may be closed late.
@@ -133,11 +133,11 @@ class ModuleRuleBinding:
         """Apply the rules in every thread without another rule for a module; return the undo."""
         precisions = self._replace_forwards()
         for forward, precision in precisions.items():
-            forward.in_all_threads = precision
+            forward.apply_in_all_threads(precision)
 
         def undo() -> None:
             for forward in precisions:
-                forward.in_all_threads = None
+                forward.apply_in_all_threads(None)
             _release(precisions)
 
         return undo
@@ -155,6 +155,10 @@ class _ThreadPrecision(threading.local):
 
     def __init__(self) -> None:
         self.precision: Precision | None = None
+
+    def apply(self, precision: Precision | None) -> None:
+        """Run the module in this precision; None leaves it to other threads."""
+        self.precision = precision
 
 
 class _SharedForward:
@@ -179,8 +183,16 @@ class _SharedForward:
         # A deep copy has the forward of its original.
         is_own = existing is not None and existing.module is module
         shared = existing if existing is not None and is_own else cls(module)
-        shared.users += 1
+        shared.add_user()
         return shared
+
+    def add_user(self) -> None:
+        """Keep the forward replaced until one more `release`."""
+        self.users += 1
+
+    def apply_in_all_threads(self, precision: Precision | None) -> None:
+        """Run the module in this precision in threads without a rule for it."""
+        self.in_all_threads = precision
 
     def release(self) -> None:
         """Restore the forward if no other binding needs it."""
@@ -247,13 +259,15 @@ _lock = threading.RLock()
 def _apply_innermost(forwards: Iterable[_SharedForward]) -> None:
     """Set the thread's precision of each forward to that of the innermost entered binding."""
     for forward in forwards:
-        forward.in_thread.precision = next(
-            (
-                entry.precisions[forward]
-                for entry in reversed(_thread.entries)
-                if forward in entry.precisions
-            ),
-            None,
+        forward.in_thread.apply(
+            next(
+                (
+                    entry.precisions[forward]
+                    for entry in reversed(_thread.entries)
+                    if forward in entry.precisions
+                ),
+                None,
+            )
         )
 
 

@@ -230,16 +230,14 @@ def _push_mode(region: Region) -> tuple[AutocastMode | None, bool, str]:
         mode = AutocastMode(region.device, region.key)
         mode.__enter__()  # type: ignore[no-untyped-call]
         return mode, True, ""
-    before = mode.key
-    mode.key = region.key
-    return mode, False, before
+    return mode, False, mode.use_table(region.key)
 
 
 def _pop_mode(mode: AutocastMode, key: str, *, pushed: bool) -> None:
     if pushed:
         mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     else:
-        mode.key = key
+        mode.use_table(key)
 
 
 def _another_dtype_elsewhere(dtype: torch.dtype) -> bool:

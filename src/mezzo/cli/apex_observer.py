@@ -39,7 +39,7 @@ class _ApexScaler:
             vars(self._scaler).pop(name, None)
 
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        self._attachment._loss = loss.detach()
+        self._attachment.note_loss(loss)
         return self._scale(loss)
 
     def _update_scale(self, flags: list[torch.Tensor]) -> bool:

@@ -83,6 +83,15 @@ class Results:
     """Whether one of several workloads did not run; its error was printed."""
     interrupted: bool = False
 
+    def add(self, comparison: Comparison) -> None:
+        """Add a comparison, which is not complete if Ctrl-C ended it."""
+        self.comparisons.append(comparison)
+        self.interrupted = not comparison.complete
+
+    def add_failure(self) -> None:
+        """Count a workload that did not run."""
+        self.failed = True
+
     @property
     def exit_code(self) -> int:
         """The exit code of the command."""
@@ -93,7 +102,8 @@ class Results:
 
 def run_workloads(name: str | None, options: Options) -> Results:
     """Run a workload, all of them, or a factory; Ctrl-C keeps what was measured."""
-    results, names = Results(several=name == EVERY), _names(name)
+    results = Results(several=name == EVERY)
+    names = _names(name)
     if results.several and options.data is not None:
         raise MezzoError("--data is for one workload: pass its name instead of all.")
     try:
@@ -116,10 +126,9 @@ def _run_into(results: Results, name: str, options: Options) -> None:
         if not results.several:
             raise
         typer.echo(f"mezzo: {name}: {error}", err=True)
-        results.failed = True
+        results.add_failure()
         return
-    results.comparisons.append(comparison)
-    results.interrupted = not comparison.complete
+    results.add(comparison)
 
 
 def _names(name: str | None) -> Sequence[str]:
@@ -160,7 +169,7 @@ def _run(name: str, options: Options, progress: Progress) -> Comparison:
 
 
 def _run_programs(options: Options, progress: Progress) -> Comparison:
-    from mezzo.comparing.paddle_programs import PROGRAMS, run_programs  # noqa: PLC0415
+    from mezzo.comparing.paddle_runs import PROGRAMS, run_programs  # noqa: PLC0415
 
     device, done = torch.device(options.device or hardware().device), count()
     return run_programs(

@@ -261,7 +261,7 @@ def _note_losses(attachment: LoopAttachment) -> None:
 
     def note(tensor: torch.Tensor) -> None:
         if tensor.numel() == 1:
-            attachment._loss = tensor.detach()
+            attachment.note_loss(tensor)
 
     attachment._detach.callback(_before(torch.Tensor, "backward", note))
 

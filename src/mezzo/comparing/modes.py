@@ -198,7 +198,7 @@ def _train_torch_amp(setting: Setting, model: nn.Module, optimizer: Optimizer) -
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        counter.calls += 1
+        counter.count_call()
         return loss.detach()
 
     # A fused optimizer is called in each step, and skips the update itself.
@@ -217,6 +217,10 @@ class _StepCounter:
 
     def __post_init__(self) -> None:
         self.optimizer.register_step_post_hook(self._count)
+
+    def count_call(self) -> None:
+        """Count a call of the step."""
+        self.calls += 1
 
     def _count(self, *_: object) -> None:
         self.updates += 1
@@ -258,8 +262,8 @@ class _ApexState:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Put the state in place for a block."""
-        _amp_state.opt_properties, _amp_state.loss_scalers = self._properties, self._scalers
-        _amp_state.handle = self._handle
+        _amp_state.initialize(self._properties, self._scalers)
+        _amp_state.set_handle(self._handle)
         if self._handle is not None:
             set_thread_region(self._handle._region)
         try:

@@ -94,6 +94,10 @@ class Precision:
         self.training_step: Step | None = None
         """A step that scales, clips and updates in place of the loop of a framework."""
 
+    def step_with(self, step: Step | None) -> None:
+        """Leave scaling, clipping and updates to a training step; None takes them back."""
+        self.training_step = step
+
     # -- models ------------------------------------------------------------------------------------
 
     def decorate(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -123,7 +127,7 @@ class Precision:
             self.scaler = choose_scaler(
                 argument, plan.dtype, plan.policy.level, torch.device(plan.device)
             )
-        decoration.scaler = False if self.scaler is None else self.scaler
+        decoration.share_scaler(self.scaler)
         if self.scaler is not None:
             for model in models:
                 self.scaler.register_parameter_names(model)

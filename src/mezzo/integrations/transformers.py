@@ -74,11 +74,12 @@ class MezzoTrainerMixin:
     # Not `train`, which runs this again with a smaller batch if memory does not suffice.
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._mezzo_precision
-        self.mezzo_step = precision.training_step = None
+        self.mezzo_step = None
+        precision.step_with(None)
         try:
             return super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
-            precision.training_step = None
+            precision.step_with(None)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the gradients of a batch; a captured step also updates with the last of them."""
@@ -89,7 +90,7 @@ class MezzoTrainerMixin:
         step = self.mezzo_step
         if step is None:
             step = self.mezzo_step = self._make_step(model)
-            self._mezzo_precision.training_step = step
+            self._mezzo_precision.step_with(step)
         # The loss is divided by this number, which a graph must depend on.
         loss = step(inputs, target.current_gradient_accumulation_steps, *args, **kwargs)
         if target.accelerator.sync_gradients and step.position:

@@ -193,6 +193,10 @@ class LoopAttachment(Attachment):
             hook = optimizers[-1].register_step_post_hook(self._after_step)
             self._detach.callback(hook.remove)
 
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of the step that is open."""
+        self._loss = loss.detach()
+
     def _before_forward(self, *_: Any) -> None:
         if not self.optimizers:
             self._end(0.0)
@@ -220,7 +224,7 @@ class LoopAttachment(Attachment):
     def _wrap_scale(self, scale: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-                self._loss = outputs.detach()
+                self.note_loss(outputs)
             return scale(outputs, *args, **kwargs)
 
         return scaled

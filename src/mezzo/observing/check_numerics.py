@@ -132,7 +132,7 @@ class NumericsCheck:
         """Begin the next step of a block around a loop."""
         self._step += 1
         if self._mode is not None:
-            self._mode.active = self._is_checked()
+            self._mode.switch(is_on=self._is_checked())
             self._recorder.start_step(self._step)
 
     def stop(self) -> None:

@@ -110,14 +110,18 @@ class CheckingMode(TorchDispatchMode):
 
     def __init__(self, tracker: PlaceTracker, chosen: OpFilter, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.active = True
+        self._is_on = True
         self._tracker, self._filter, self._recorder = tracker, chosen, recorder
         self._known: WeakSet[Any] = WeakSet()
         """Storages that checked ops have read or written."""
 
+    def switch(self, *, is_on: bool) -> None:
+        """Give ops to the recorder from now on, or do not."""
+        self._is_on = is_on
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.active or not isinstance(func, OpOverload) or _is_unjudged(func):
+        if not self._is_on or not isinstance(func, OpOverload) or _is_unjudged(func):
             return func(*args, **kwargs)
         place, aten = self._tracker.place(), func.overloadpacket.__name__
         name = place.function or registry().name_of(func) or aten

@@ -141,6 +141,10 @@ class _Comparison:
         self.compared += 1
         return _MARGIN * self.unit * math.sqrt(self.compared)
 
+    def add_difference(self, difference: float) -> None:
+        """Note the difference of two results."""
+        self.largest = max(self.largest, difference)
+
     def add_unmatched(self, run: int, one: Fingerprint, other: Fingerprint | None) -> None:
         """Note a result that the other run does not have, or has with another size."""
         name = f"{one.op} in {one.module}" if one.module else one.op
@@ -156,7 +160,7 @@ def _compare_values(
     state = _Comparison()
     for before, after in _matched(one, other, state):
         bound, difference = state.bound_of(before, after), _difference(before, after)
-        state.largest = max(state.largest, difference)
+        state.add_difference(difference)
         if difference > bound:
             return RunDifference(
                 before.op,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -28,6 +29,22 @@ class Place:
     """The path of the module; empty for the model itself and for the loss function."""
     source: str = ""
     """The file and line of the user's code; empty if only torch's code was involved."""
+
+
+class Pausable:
+    """What modes that observe ops share: a block may be left out."""
+
+    is_paused = False
+    """Whether ops are not observed now."""
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not observe the ops of a block."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
 
 class FunctionPlaces(TorchFunctionMode):

@@ -164,6 +164,30 @@ class _Counts:
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     """Before and after each call on CUDA, read when the time is."""
 
+    def add_cast(self, cast_bytes: int, *, inserted: bool) -> None:
+        """Note that the last call is a cast, which mezzo has inserted or not."""
+        self.cast_bytes += cast_bytes
+        self.casts += 1
+        self.inserted += inserted
+
+    def add_output_cast(self, cast_bytes: int) -> None:
+        """Note that an output is cast."""
+        self.casts_out += 1
+        self.cast_bytes += cast_bytes
+
+    def add_input_cast(self, cast_bytes: int) -> None:
+        """Note that an input was cast."""
+        self.casts_in += 1
+        self.cast_bytes += cast_bytes
+
+    def add_call(self) -> None:
+        """Count a call."""
+        self.calls += 1
+
+    def add_seconds(self, seconds: float) -> None:
+        """Add the time of a call on a CPU."""
+        self.seconds += seconds
+
     def microseconds(self) -> float:
         for start, end in self.events:
             end.synchronize()
@@ -249,12 +273,10 @@ class _CountingMode(TorchDispatchMode):
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = _Counts()
-        counts.calls += 1
+        counts.add_call()
         cast = _cast_bytes(op, inputs, first)
         if cast:
-            counts.cast_bytes += cast
-            counts.casts += 1
-            counts.inserted += not self._is_user_cast()
+            counts.add_cast(cast, inserted=not self._is_user_cast())
             self._count_output_cast(inputs[-1], cast)
         else:
             self._count_input_casts(inputs, counts)
@@ -274,15 +296,13 @@ class _CountingMode(TorchDispatchMode):
     def _count_output_cast(self, tensor: Tensor, cast_bytes: int) -> None:
         origin = self._origins.get(tensor.untyped_storage())
         if origin is not None and not origin.cast_bytes:
-            origin.counts.casts_out += 1
-            origin.counts.cast_bytes += cast_bytes
+            origin.counts.add_output_cast(cast_bytes)
 
     def _count_input_casts(self, inputs: list[Tensor], counts: _Counts) -> None:
         for tensor in inputs:
             origin = self._origins.get(storage := tensor.untyped_storage())
             if origin is not None and origin.cast_bytes:
-                counts.casts_in += 1
-                counts.cast_bytes += origin.cast_bytes
+                counts.add_input_cast(origin.cast_bytes)
                 # The next op that reads it needs no cast of its own.
                 self._origins[storage] = _Origin(origin.counts, 0)
 
@@ -305,7 +325,7 @@ class _Timer:
         if counts is None:
             return
         if self._events is None:
-            counts.seconds += seconds
+            counts.add_seconds(seconds)
         else:
             self._events[1].record()
             counts.events.append(self._events)

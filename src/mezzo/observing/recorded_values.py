@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mezzo._dtypes import dtype_name
 from mezzo._torch import pytree
 from mezzo.observing.finding import Finding, Kind, NamedTensor
-from mezzo.observing.function_places import FunctionPlaces, function_name
+from mezzo.observing.function_places import FunctionPlaces, Pausable, function_name
 from mezzo.observing.records import RunStarted
 from mezzo.observing.replay import Replay
 from mezzo.observing.replay_setup import replay_of
@@ -73,11 +73,10 @@ class Fingerprint:
         return cls(**{**known, **numbers, "sample": tuple(map(float, known["sample"]))})
 
 
-class ValueRecorder(FunctionPlaces):
+class ValueRecorder(Pausable, FunctionPlaces):
     """Takes the fingerprint of the result of every torch function, and of its gradient."""
 
     finding: Finding | None = None
-    paused = False
 
     def __init__(
         self, modules: Mapping[str, nn.Module], caller: CodeType, named: Iterable[NamedTensor]
@@ -95,7 +94,7 @@ class ValueRecorder(FunctionPlaces):
         result = super().__torch_function__(func, types, args, kwargs)
         op, module = function_name(func), self.module
         leaves = [one for one in pytree.tree_leaves(result) if _is_value(one)]
-        if op is None or op in _CASTS or not leaves or self.paused:
+        if op is None or op in _CASTS or not leaves or self.is_paused:
             return result
         index = self._calls[op, module]
         self._calls[op, module] += 1
@@ -114,7 +113,7 @@ class ValueRecorder(FunctionPlaces):
     def _watch(self, tensor: Tensor, place: tuple[str, str, int, str]) -> None:
         def record(gradient: Tensor) -> None:
             # The search for a loss scale runs backward too.
-            if not self.paused and _is_value(gradient):
+            if not self.is_paused and _is_value(gradient):
                 self._add(gradient, "backward", place)
 
         tensor.register_hook(record)
@@ -122,9 +121,8 @@ class ValueRecorder(FunctionPlaces):
     def _add(self, tensor: Tensor, direction: str, place: tuple[str, str, int, str]) -> None:
         op, module, index, line = place
         # What is computed here is not part of the run.
-        self.paused = True
-        rms, largest, mean, *sample = _numbers(tensor)
-        self.paused = False
+        with self.paused():
+            rms, largest, mean, *sample = _numbers(tensor)
         dtype, count = dtype_name(tensor.dtype), tensor.numel()
         self.values.append(
             Fingerprint(

@@ -43,8 +43,9 @@ class ObservingMode(Protocol):
 
     finding: Finding | None
     """What ends the run; None if nothing does."""
-    paused: bool
-    """Whether ops are not observed."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not observe the ops of a block."""
 
     def cause_of_error(self) -> Finding | None:
         """Return what was wrong before the body raised; None if the error is all there is."""
@@ -155,15 +156,14 @@ class Replay:
             # The region first: the mode that tracks functions must see calls before their casts.
             stack.enter_context(enter_regions(region))
             stack.enter_context(ScaledBackward(context.backward))
-            context.mode = stack.enter_context(
-                observer(_module_names(copies), Replay._run.__code__, named)
-            )
+            mode = stack.enter_context(observer(_module_names(copies), Replay._run.__code__, named))
+            context.observe_with(mode)
             args = (context, *call.args) if self.takes_update else call.args
             try:
                 loss = split_loss(self.body(*args, **call.kwargs)).loss
             except Exception:
                 # Some models check their values and raise: what made these is asked for.
-                cause = context.mode.cause_of_error()
+                cause = mode.cause_of_error()
                 if cause is None:
                     raise
                 return Trace(cause, None, context.scale or 1.0)
@@ -173,7 +173,7 @@ class Replay:
         results += [one.grad for one in context.parameters if one.grad is not None]
         shown = context.loss if context.loss is not None else loss
         return Trace(
-            context.mode.outcome(results if context.loss is not None else _tensors(loss)),
+            mode.outcome(results if context.loss is not None else _tensors(loss)),
             None if shown is None or shown.numel() != 1 else float(shown.detach()),
             context.scale or 1.0,
         )
@@ -274,6 +274,10 @@ class _Backward:
         self._outside: dict[Tensor, Tensor | None] = {}
         """Gradients that tensors of the user had before, such as the parameters of a teacher."""
 
+    def observe_with(self, mode: ObservingMode) -> None:
+        """Pause a mode where gradients are only tried, and stop when it has found something."""
+        self.mode = mode
+
     def __call__(self, loss: Tensor, optimizer: Any, **kwargs: Any) -> None:
         """Compute the gradients of an optimizer's parameters; nothing is stepped."""
         trained = [one for group in optimizer.param_groups for one in group["params"]]
@@ -301,22 +305,17 @@ class _Backward:
         torch.autograd.backward(loss, seed, retain_graph, create_graph, inputs=inputs)
 
     def _seed(self, loss: Tensor, scale: float) -> Tensor:
-        paused, self.mode.paused = self.mode.paused, True
-        seed = torch.full_like(loss, scale)
-        self.mode.paused = paused
-        return seed
+        with self.mode.paused():
+            return torch.full_like(loss, scale)
 
     def _finite_scale(self, loss: Tensor) -> float:
         """Return the largest scale with finite gradients, as scalers find it; 1 if none has."""
         scale = _LARGEST_SCALE if self._dtype is torch.float16 else 1.0
         if loss.dtype is torch.float16:
             scale = min(scale, _LARGEST_HALF_SCALE)
-        self.mode.paused = True
-        try:
+        with self.mode.paused():
             while scale > 1.0 and not self._is_finite(loss, scale):
                 scale /= 4.0
-        finally:
-            self.mode.paused = False
         return max(scale, 1.0)
 
     def _is_finite(self, loss: Tensor, scale: float) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
 from mezzo.observing.finding import Finding, InputRange, Kind, NamedTensor
-from mezzo.observing.function_places import FunctionPlaces, Place
+from mezzo.observing.function_places import FunctionPlaces, Pausable, Place
 
 _LOST = 0.25
 """Relative error from which a result has lost its digits."""
@@ -62,7 +62,7 @@ class OpError:
     """The largest error of the inputs."""
 
 
-class ShadowMode(TorchDispatchMode):
+class ShadowMode(Pausable, TorchDispatchMode):
     """Runs every op on shadows too, and keeps the first that loses precision in `finding`."""
 
     def __init__(
@@ -73,8 +73,6 @@ class ShadowMode(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.finding: Finding | None = None
-        self.paused = False
-        """Whether ops run without shadows."""
         self._nonfinite: Finding | None = None
         """What made the first value that is not finite, and no mask."""
         self._tracker = tracker
@@ -91,7 +89,7 @@ class ShadowMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Higher-order operators call functions, whose ops come here one by one.
-        if self.paused or self.finding is not None or not isinstance(func, OpOverload):
+        if self.is_paused or self.finding is not None or not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _real(leaf)]
         inputs = [self.shadow_of(leaf) for leaf in leaves]

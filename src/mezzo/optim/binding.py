@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mezzo._casting import cast
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._errors import UnsupportedError
-from mezzo.optim.fused_algorithms import algorithm_name
+from mezzo.optim.fused_algorithms import is_known, without_hooks
 from mezzo.optim.master_formats import RandomDraw
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.sharded_norm import CheckedNorm, check_with_norm, clip_over
@@ -63,7 +63,7 @@ class OptimizerBinding:
         takes_scale: bool = True,
     ) -> None:
         self.optimizer, self.masters, self.clip_norm = optimizer, masters, clip_norm
-        self.tracks_norm = False
+        self._tracks_norm = False
         """Whether steps compute `grad_norm` also without `clip_norm`."""
         self._norm: torch.Tensor | None = None
         self._checked_norm: CheckedNorm | None = None
@@ -71,14 +71,11 @@ class OptimizerBinding:
         self.device_rate: torch.Tensor | None = None
         """Where the last step read its learning rates on a device: a tensor whose first element
         is that of the first group."""
-        self.on_missing_masters: Callable[[list[torch.Tensor]], None] | None = None
-        """Called before a step with 16-bit parameters that have a gradient and no master: they
-        were added to the optimizer, or unfrozen, after it was bound."""
-        self.before_first_step: Callable[[], None] | None = None
-        """Called once, before the first step."""
+        self._add_masters: Callable[[list[torch.Tensor]], None] | None = None
+        self._check_first_step: Callable[[], None] | None = None
         self.active = True
         self._original_step = without_hooks(type(optimizer).step)
-        self._has_known_step = _is_known(optimizer)
+        self._has_known_step = is_known(optimizer)
         self._replaced_attributes = {
             name: optimizer.__dict__[name] for name in _ATTRIBUTES if name in optimizer.__dict__
         }
@@ -104,7 +101,7 @@ class OptimizerBinding:
     @property
     def computes_norm(self) -> bool:
         """Whether steps compute `grad_norm`."""
-        return self.tracks_norm or self.clip_norm is not None
+        return self._tracks_norm or self.clip_norm is not None
 
     @property
     def mesh(self) -> ProcessMesh | None:
@@ -120,13 +117,29 @@ class OptimizerBinding:
         """Square of `grad_norm`, float64: the sum of squares of all unscaled gradients."""
         return None if self._norm is None else self._norm.double().square()
 
+    def track_norm(self) -> None:
+        """Compute `grad_norm` in every step, also without `clip_norm`."""
+        self._tracks_norm = True
+
+    def add_masters_with(self, add: Callable[[list[torch.Tensor]], None]) -> None:
+        """Call `add` before a step with 16-bit parameters that have a gradient and no master."""
+        self._add_masters = add
+
+    def check_first_step_with(self, check: Callable[[], None]) -> Callable[[], None]:
+        """Call `check` before the next steps, until it raises no error; return what removes it."""
+        self._check_first_step = check
+        return self._remove_check
+
+    def _remove_check(self) -> None:
+        self._check_first_step = None
+
     def unbind(self) -> None:
         """Restore the optimizer's original step.
 
         If other code has wrapped the replaced step meanwhile, its wrapper stays, and calls the
         original step too.
         """
-        self.active = False
+        self.active, self._add_masters = False, None
         self._pre_hook.remove()
         self._restore_step()
         for name in _ATTRIBUTES:
@@ -201,9 +214,9 @@ class OptimizerBinding:
         if not self.active:
             arguments = () if closure is None else (closure,)
             return self._original_step(optimizer, *arguments)
-        if self.before_first_step is not None:
-            self.before_first_step()
-            self.before_first_step = None
+        if self._check_first_step is not None:
+            self._check_first_step()
+            self._remove_check()
         loss = None if closure is None else self._evaluate(closure)
         found_inf = getattr(optimizer, "found_inf", None)
         with torch.no_grad():
@@ -236,7 +249,7 @@ class OptimizerBinding:
     # -- the original step over float32 parameters -------------------------------------------------
 
     def _add_missing_masters(self, candidates: list[torch.Tensor]) -> None:
-        if self.on_missing_masters is None:
+        if self._add_masters is None:
             return
         missing = [
             parameter
@@ -246,7 +259,7 @@ class OptimizerBinding:
             and parameter not in self.masters
         ]
         if missing:
-            self.on_missing_masters(missing)
+            self._add_masters(missing)
 
     def _random_draw(self, parameter: torch.Tensor, index: int) -> RandomDraw | None:
         if self.masters.format.master is not Master.STOCHASTIC:
@@ -414,12 +427,6 @@ def replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[],
     return restore
 
 
-def without_hooks(step: Any) -> Callable[..., Any]:
-    """Return the step of an optimizer class without torch's wrapper that runs step hooks."""
-    function: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return function
-
-
 def _refuse_copy(_: object) -> None:
     raise UnsupportedError(
         "A decorated optimizer cannot be deep-copied: the copy would train without the master"
@@ -441,8 +448,3 @@ def _rekey_state(optimizer: Optimizer, replacements: dict[Any, Any]) -> None:
     state = {replacements.get(key, key): value for key, value in optimizer.state.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
-
-
-def _is_known(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step is torch's or mezzo's."""
-    return algorithm_name(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim."))

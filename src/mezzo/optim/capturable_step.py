@@ -61,6 +61,10 @@ class StepPlan:
     parameters: list[torch.Tensor]
     versions: list[int]
 
+    def note_written(self, versions: list[int]) -> None:
+        """Note the versions after an update."""
+        self.versions = versions
+
 
 class CapturableBinding(DeviceBinding):
     """A bound optimizer of `CAPTURABLE`; other devices than CUDA run its original step."""

@@ -19,9 +19,15 @@ class ReplayPlan(Protocol):
     def parameters(self) -> list[torch.Tensor]:
         """Parameters that had a gradient in the capture."""
 
-    versions: list[int]
-    """Their versions after the last update by this binding: another one shows that other code has
-    written a parameter."""
+    @property
+    def versions(self) -> list[int]:
+        """Their versions after the last update by this binding.
+
+        Another one shows that other code has written a parameter.
+        """
+
+    def note_written(self, versions: list[int]) -> None:
+        """Note the versions after an update."""
 
 
 class DeviceBinding(OptimizerBinding, ABC):
@@ -67,7 +73,7 @@ class DeviceBinding(OptimizerBinding, ABC):
         for parameter in plan.parameters:
             if parameter in self.masters:
                 self.masters.prepare_companion(parameter)
-        plan.versions = list(map(version_of, plan.parameters))
+        plan.note_written(list(map(version_of, plan.parameters)))
 
 
 def device_binding(optimizer: Optimizer) -> DeviceBinding | None:

@@ -116,3 +116,14 @@ def algorithm_name(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimiz
     # `steps_as` is not inherited: a subclass may override `step` again.
     algorithm: type[torch.optim.Optimizer] = vars(own_class).get("steps_as", own_class)
     return algorithm
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's step is torch's or mezzo's."""
+    return algorithm_name(optimizer).__module__.startswith(("torch.optim.", "mezzo.optim."))
+
+
+def without_hooks(step: Any) -> Callable[..., Any]:
+    """Return the step of an optimizer class without torch's wrapper that runs step hooks."""
+    function: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return function

@@ -153,7 +153,7 @@ class FusedBinding(DeviceBinding):
         torch.autograd.graph.increment_version(plan.parameters)
         if plan.mesh is not None:
             torch.autograd.graph.increment_version([slot.shard for slot in plan.slots])
-        plan.versions = self.masters.mark_written(plan.parameters)
+        plan.note_written(self.masters.mark_written(plan.parameters))
 
     # -- capture and replay ------------------------------------------------------------------------
 

@@ -224,6 +224,10 @@ class LaunchPlan:
         self._captured: list[Any] = []
         """Tensors to keep alive, because CUDA graphs read them at every replay."""
 
+    def note_written(self, versions: list[int]) -> None:
+        """Note the versions after an update."""
+        self.versions = versions
+
     def fits(
         self,
         parameters: list[torch.Tensor],

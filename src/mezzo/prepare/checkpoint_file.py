@@ -241,7 +241,7 @@ def _check_pickle(pickled: bytes, budget: int) -> None:
             size = min(sum(one.size + _SLOT for one in operands), budget)
             del stack[start:]
             if name in _GROWS:
-                stack[-1].size += size
+                stack[-1].grow(size)
             else:
                 cost = _COST.get(name, _OBJECT) + _text_size(argument)
                 is_call = name in _CALLS
@@ -260,6 +260,10 @@ class _Item:
 
     def __init__(self, size: int, copies: int = 1) -> None:
         self.size, self.copies = size, copies
+
+    def grow(self, size: int) -> None:
+        """Add the size of what is put into the object."""
+        self.size += size
 
 
 def _text_size(argument: Any) -> int:

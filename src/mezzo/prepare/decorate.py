@@ -247,23 +247,24 @@ def _warn_of_half_parameters(planned: DecoratePlan) -> None:
 def _apply(planned: DecoratePlan) -> None:
     """Apply a plan: cast tensors, wrap models, bind optimizers. An error undoes all of it.
 
-    `rollback` restores tensors, and is used only on an error; `undo` is kept for `undecorate`.
+    `rollback` restores tensors, and is used only on an error, after the decoration's own callbacks.
     """
-    with ExitStack() as rollback, ExitStack() as undo:
+    with ExitStack() as rollback:
         masters = {
             optimizer: MasterWeights(planned.plan.master, planned.plan.seed)
             for optimizer in planned.targets.optimizers
         }
         weights = _cast_tensors(planned, masters, rollback)
+        decoration = Decoration(
+            planned.plan, planned.targets.models, planned.targets.optimizers, weights
+        )
+        undo = rollback.enter_context(decoration.undo_stack)
         for layer in planned.faster_layers:
             undo.callback(layer.apply())
         for norm in planned.norms:
             undo.callback(keep_input_dtype(norm, planned.plan.device))
         for group in planned.groups:
             undo.callback(group.apply())
-        decoration = Decoration(
-            planned.plan, planned.targets.models, planned.targets.optimizers, weights
-        )
         for model in planned.targets.models:
             _wrap_model(planned, model, decoration, undo)
         for optimizer in planned.targets.optimizers:
@@ -271,7 +272,6 @@ def _apply(planned: DecoratePlan) -> None:
             undo.callback(refuse_replaced_parameters(optimizer, planned.targets.models))
         for one in all_decorated(planned.targets.models, planned.targets.optimizers):
             undo.callback(mark(one, decoration))
-        decoration.undo_stack = undo.pop_all()
         rollback.pop_all()
 
 
@@ -341,7 +341,7 @@ def _bind_optimizer(
     undo.callback(binding.unbind)
     if plan.converts:
         state_dict.hook_state_dict(optimizer, masters, undo)
-        half_weights.add_masters_when_trained(binding, weights, undo)
+        half_weights.add_masters_when_trained(binding, weights)
 
 
 # -- moves -----------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -52,8 +52,21 @@ class Decoration:
         """Training steps that were created from these models and optimizers."""
         self.scaler: GradScaler | bool | None = None
         """The `scaler=` of training steps that are given none: an integration shares its own."""
-        self.lent = False
+        self.is_lent = False
         """Whether the models hold averaged weights, inside `EMA.applied()`, and must not train."""
+
+    def share_scaler(self, scaler: GradScaler | None) -> None:
+        """Give a scaler, or none, to training steps that are given none."""
+        self.scaler = False if scaler is None else scaler
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Refuse training inside the block, in which the models hold averaged weights."""
+        before, self.is_lent = self.is_lent, True
+        try:
+            yield
+        finally:
+            self.is_lent = before
 
     def undo(self) -> None:
         """Restore models and optimizers, with the current float32 values of all tensors.

@@ -94,8 +94,7 @@ class EMA:
             refusal = _RefuseSteps(averaged.tensors)
             undo.callback(register_optimizer_step_pre_hook(refusal).remove)
             for decoration in averaged.decorations:
-                undo.callback(setattr, decoration, "lent", decoration.lent)
-                decoration.lent = True
+                undo.enter_context(decoration.lent())
             averaged.write_to_model(self._averages, undo)
             clear_weight_cache()
             yield self.model

@@ -152,12 +152,10 @@ def _set_tensors(
     parameter.grad = gradient
 
 
-def add_masters_when_trained(
-    binding: OptimizerBinding, weights: HalfWeights, undo: ExitStack
-) -> None:
-    """Create master weights for frozen or new parameters when they get their first gradient.
+def add_masters_when_trained(binding: OptimizerBinding, weights: HalfWeights) -> None:
+    """Create master weights for parameters that were added or unfrozen after the binding.
 
-    `undo` gets a callback that ends this.
+    They get them before the first step for which they have a gradient.
     """
 
     def add_masters(missing: list[torch.Tensor]) -> None:
@@ -174,5 +172,4 @@ def add_masters_when_trained(
             if parameter in weights:
                 weights.hand_over(parameter, binding.masters)
 
-    binding.on_missing_masters = add_masters
-    undo.callback(setattr, binding, "on_missing_masters", None)
+    binding.add_masters_with(add_masters)

@@ -18,16 +18,9 @@ from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
-from mezzo.prepare.arguments import (
-    KeepFull,
-    Models,
-    Optimizers,
-    Targets,
-    casts_only_parameters,
-    read_keep_full,
-    read_targets,
-)
+from mezzo.prepare.arguments import Models, Optimizers, Targets, read_targets
 from mezzo.prepare.faster_layers import FasterLayer, find_faster_layers
+from mezzo.prepare.keep_full import KeepFull, casts_only_parameters, read_keep_full
 from mezzo.prepare.norms import find_norms
 from mezzo.prepare.plan_rows import (
     PlannedTensor,

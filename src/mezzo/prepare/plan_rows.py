@@ -12,7 +12,8 @@ from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo.policy.types import Level, Master
-from mezzo.prepare.arguments import KeepFull, Optimizer, Targets
+from mezzo.prepare.arguments import Optimizer, Targets
+from mezzo.prepare.keep_full import KeepFull
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.mesh import is_sharded
 

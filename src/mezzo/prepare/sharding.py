@@ -22,7 +22,8 @@ from mezzo.optim.binding import optimizer_binding
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets import is_torch
 from mezzo.policy.types import NORMS, Level, Master, Selector
-from mezzo.prepare.arguments import KeepFull, Optimizer
+from mezzo.prepare.arguments import Optimizer
+from mezzo.prepare.keep_full import KeepFull
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.mesh import any_sharded, is_sharded, mesh_of
 
@@ -274,8 +275,7 @@ def refuse_replaced_parameters(optimizer: Optimizer, models: Models) -> Callable
     check = partial(_check_parameters, optimizer, decorated, models)
     binding = optimizer_binding(optimizer)
     if binding is not None:
-        binding.before_first_step = check
-        return partial(setattr, binding, "before_first_step", None)
+        return binding.check_first_step_with(check)
     is_checked = False
 
     def before_step(*_: Any) -> None:

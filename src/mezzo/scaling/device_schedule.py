@@ -32,14 +32,14 @@ from mezzo.scaling.schedule_lookahead import (
     scheduled_keys,
     spread,
 )
-from mezzo.scaling.schedule_sync import groups_of, sync_on_read, without_sync
+from mezzo.scaling.schedule_sync import LaggingSchedule, groups_of, sync_on_read
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers of torch whose fused steps take a learning rate on a CUDA device and never read it
 on the host (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
 
 
-class DeviceSchedule:
+class DeviceSchedule(LaggingSchedule):
     """The future values of a scheduler as a table on a device.
 
     `good` is the number of successful steps before the table starts, `length` the number of rows.
@@ -69,7 +69,6 @@ class DeviceSchedule:
         check_kind(optimizer, scheduler)
         if length < 1:
             raise UnsupportedError(f"length={length}: a table of future steps has at least one.")
-        self.paused = False
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._device = torch.device(device)
@@ -101,7 +100,7 @@ class DeviceSchedule:
         spread(iter(self._on_device_at(good)), groups, self._keys)
         try:
             # A hook of the optimizer that reads the scheduler must not step it on these tensors.
-            with without_sync(self):
+            with self.without_sync():
                 yield
         finally:
             spread(iter(before), groups, self._keys)
@@ -128,7 +127,7 @@ class DeviceSchedule:
         `good` counts all successful steps. Values that the user set since then stay.
         """
         self._pending = False
-        with without_sync(self):
+        with self.without_sync():
             now = self._group_values()
             if not self._changed and now == self._last_values:
                 self._advance(good)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,20 @@ class OptimizerRecord:
     def found_nonfinite(self) -> bool | None:
         """Whether a gradient was not finite; None if the host would have to read a flag."""
         return None if not self.known or None in self.known else True in self.known
+
+    def enter(self, stage: OptimizerStage) -> None:
+        """Enter a stage."""
+        self.stage = stage
+
+    def name_source(self, source: NonfiniteSource) -> None:
+        """Name the first parameter with a non-finite gradient."""
+        self.source = source
+
+    def add_flagged(self, source: FlaggedSource) -> FlaggedSource:
+        """Return the source to which a check on a device adds its flags: this one if it is new."""
+        if not isinstance(self.source, FlaggedSource):
+            self.source = source
+        return self.source
 
     def flags(self, loss_id: int) -> Flags:
         """Return the flags of one loss; a check sets them in place."""
@@ -139,11 +153,18 @@ class LossScales:
         """
         scale = self.scales[0]
         if isinstance(scale, DeviceLossScale):
-            scale.steps += 1
-            if scale.steps % CHECK_INTERVAL == 0:
-                self._monitors[0].judge(
-                    ScaleSnapshot(scale.steps, *scale_and_skips(), self.rule, source)
-                )
+            steps = scale.count_replay()
+            if steps % CHECK_INTERVAL == 0:
+                self._monitors[0].judge(ScaleSnapshot(steps, *scale_and_skips(), self.rule, source))
+
+    def change_rule(self, **fields: Any) -> None:
+        """Change fields of the rule."""
+        self.rule = replace(self.rule, **fields)
+
+    def change_first(self, **fields: Any) -> None:
+        """Change fields of the state that the first scale starts from."""
+        first, *others = self.initial
+        self.initial = [replace(first, **fields), *others]
 
     def set(self, new_scale: float | torch.Tensor) -> None:
         """Set all scales, clamped to the floor and the ceiling."""

@@ -103,6 +103,11 @@ class OptimizerRecords:
 
     # -- gradients ---------------------------------------------------------------------------------
 
+    def unscale(self, optimizer: Optimizer, record: OptimizerRecord, loss_id: int) -> None:
+        """Divide the gradients of an optimizer by the scale of a loss, and check them."""
+        self.check(optimizer, record, loss_id, self._scales.of(loss_id).inverse())
+        record.enter(OptimizerStage.UNSCALED)
+
     def check(
         self,
         optimizer: Optimizer,
@@ -127,7 +132,7 @@ class OptimizerRecords:
             found_nonfinite = self._checker.check(optimizer, factor, flags)
             record.known.append(found_nonfinite)
             if found_nonfinite:
-                record.source = self._nonfinite_source(optimizer, record)
+                record.name_source(self._nonfinite_source(optimizer, record))
         else:
             self._check_on_device(optimizer, record, flags, factor, scale.scale, mesh)
         if self._reduce_found_inf is not None:
@@ -143,17 +148,12 @@ class OptimizerRecords:
         mesh: ProcessMesh | None,
     ) -> None:
         binding = binding_of(optimizer)
-        source = (
-            record.source
-            if isinstance(record.source, FlaggedSource)
-            else FlaggedSource(self.names, optimizer, self.counts)
-        )
+        source = record.add_flagged(FlaggedSource(self.names, optimizer, self.counts))
         if binding is None or factor is not None or not binding.check(scale, flags, source):
             gradients.check_sorted(optimizer, factor, flags, source, mesh=mesh)
             # Without any gradient, step() raises on every process.
             if mesh is not None and flags:
                 share_flags(mesh, flags)
-        record.source = source
 
     def _reduce(
         self,
@@ -198,8 +198,7 @@ class OptimizerRecords:
         """Step an optimizer, or skip the step, as the host decides."""
         if record.stage is OptimizerStage.READY:
             self.check_one_scale("step()")
-            self.check(optimizer, record, 0, self._scales.of(0).inverse())
-            record.stage = OptimizerStage.UNSCALED
+            self.unscale(optimizer, record, 0)
         found_nonfinite = record.found_nonfinite
         # Read the flags only if the outcome is not known on the host.
         if found_nonfinite is None:

@@ -210,6 +210,11 @@ class DeviceLossScale:
         if changes:
             self._change(found_inf, rule)
 
+    def count_replay(self) -> int:
+        """Count a replayed step; return the number of steps."""
+        self.steps += 1
+        return self.steps
+
     def set(self, scale: float | torch.Tensor, rule: ScaleRule) -> None:
         """Set the scale, clamped to the floor and the ceiling of the rule.
 

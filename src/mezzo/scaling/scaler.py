@@ -196,9 +196,7 @@ class GradScaler(TorchScalerApi):
             )
         with backward_isolated(self.scale(loss, loss_id), chosen, **kwargs):
             for optimizer in chosen:
-                record = self._records.of(optimizer)
-                self._records.check(optimizer, record, loss_id, self._scales.of(loss_id).inverse())
-                record.stage = OptimizerStage.UNSCALED
+                self._records.unscale(optimizer, self._records.of(optimizer), loss_id)
 
     def find_scale(
         self,
@@ -256,8 +254,7 @@ class GradScaler(TorchScalerApi):
             record, (OptimizerStage.UNSCALED, OptimizerStage.STEPPED), "unscale_()"
         )
         self._records.check_one_scale("unscale_()")
-        self._records.check(optimizer, record, 0, self._scales.of(0).inverse())
-        record.stage = OptimizerStage.UNSCALED
+        self._records.unscale(optimizer, record, 0)
 
     # -- stepping ----------------------------------------------------------------------------------
 
@@ -290,7 +287,7 @@ class GradScaler(TorchScalerApi):
         else:
             step = self._records.step_fused
         result = step(optimizer, record, scheduler, args, kwargs)
-        record.stage = OptimizerStage.STEPPED
+        record.enter(OptimizerStage.STEPPED)
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

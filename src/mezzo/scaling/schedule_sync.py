@@ -7,12 +7,13 @@ read; `isinstance` still holds, and copies and pickles are of the original class
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import new_class
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,15 +27,26 @@ _SYNC = "_mezzo_schedule"
 its `state_dict()` is its whole `__dict__`."""
 
 
-class LaggingSchedule(Protocol):
+class LaggingSchedule(ABC):
     """A schedule on a device, which its scheduler and the optimizer's groups lag behind."""
 
-    paused: bool
+    is_paused = False
     """Whether both are read as they are, without an update."""
 
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Read and step both as they are inside the block, without updates."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    @abstractmethod
     def catch_up(self) -> None:
         """Bring both up to date. This may synchronize."""
 
+    @abstractmethod
     def changed(self) -> None:
         """Restart from the scheduler, which was up to date and was then changed by the user."""
 
@@ -86,18 +98,8 @@ def catch_up(optimizer: Optimizer) -> None:
     This synchronizes if a step was taken since the last time.
     """
     sync: _Sync | None = vars(optimizer).get(_SYNC)
-    if sync is not None and not sync.schedule.paused:
+    if sync is not None and not sync.schedule.is_paused:
         sync.schedule.catch_up()
-
-
-@contextmanager
-def without_sync(schedule: LaggingSchedule) -> Iterator[None]:
-    """Read and step the scheduler and the optimizer of a schedule as they are, without updates."""
-    before, schedule.paused = schedule.paused, True
-    try:
-        yield
-    finally:
-        schedule.paused = before
 
 
 def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -134,7 +136,7 @@ class _SyncedScheduler(LRScheduler):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, from the next step on."""
-        if _sync_of(self.optimizer).schedule.paused:
+        if _sync_of(self.optimizer).schedule.is_paused:
             super().__setattr__(name, value)
         else:
             with self._manual_change():
@@ -153,7 +155,7 @@ class _SyncedScheduler(LRScheduler):
         return super().state_dict()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if not _sync_of(self.optimizer).schedule.paused:
+        if not _sync_of(self.optimizer).schedule.is_paused:
             raise ScalerError(
                 "scheduler.step() was called, but this scheduler was passed to scaler.step() or to"
                 " a training step, which steps it after every step that is not skipped. Remove"
@@ -168,7 +170,7 @@ class _SyncedScheduler(LRScheduler):
     def _manual_change(self) -> Iterator[None]:
         schedule = _sync_of(self.optimizer).schedule
         schedule.catch_up()
-        with without_sync(schedule):
+        with schedule.without_sync():
             yield
         schedule.changed()
 
@@ -188,7 +190,7 @@ class _SyncedOptimizer(Optimizer):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         # It reads only the parameters of the groups: no reason to synchronize at every step.
-        with without_sync(_sync_of(self).schedule):
+        with _sync_of(self).schedule.without_sync():
             super().zero_grad(*args, **kwargs)
 
     def __reduce_ex__(self, _: Any) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import torch
 
 from mezzo.scaling.gradients import Flags, check_sorted, parameters
@@ -77,7 +74,7 @@ class TorchScalerApi:
 
     @_init_scale.setter
     def _init_scale(self, value: float) -> None:
-        self._set_initial(scale=value)
+        self._scales.change_first(scale=value)
 
     @property
     def _init_growth_tracker(self) -> int:
@@ -85,11 +82,7 @@ class TorchScalerApi:
 
     @_init_growth_tracker.setter
     def _init_growth_tracker(self, value: int) -> None:
-        self._set_initial(growth_tracker=value)
-
-    def _set_initial(self, **fields: Any) -> None:
-        first, *others = self._scales.initial
-        self._scales.initial = [replace(first, **fields), *others]
+        self._scales.change_first(growth_tracker=value)
 
     # -- public accessors of the rule --------------------------------------------------------------
 
@@ -99,7 +92,7 @@ class TorchScalerApi:
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows."""
-        self._scales.rule = replace(self._scales.rule, growth_factor=new_factor)
+        self._scales.change_rule(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """Return the factor by which the scale backs off."""
@@ -107,7 +100,7 @@ class TorchScalerApi:
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale backs off."""
-        self._scales.rule = replace(self._scales.rule, backoff_factor=new_factor)
+        self._scales.change_rule(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """Return the number of successful steps in a row before the scale grows."""
@@ -115,7 +108,7 @@ class TorchScalerApi:
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of successful steps in a row before the scale grows."""
-        self._scales.rule = replace(self._scales.rule, growth_interval=new_interval)
+        self._scales.change_rule(growth_interval=new_interval)
 
     _growth_factor = property(get_growth_factor, set_growth_factor)
     _backoff_factor = property(get_backoff_factor, set_backoff_factor)

@@ -96,7 +96,7 @@ class Step:
         """
         if self._calls >= self._next_observed and self._observer is not None:
             return self._observer(call)
-        if self._components.decoration.lent:
+        if self._components.decoration.is_lent:
             self._check_not_lent("The training step")
         if not self._is_checked:
             self._check_processes()
@@ -173,7 +173,7 @@ class Step:
 
     def _check_not_lent(self, operation: str) -> None:
         """Raise while the model holds averaged weights."""
-        if self._components.decoration.lent:
+        if self._components.decoration.is_lent:
             raise UnsupportedError(refused_while_lent(operation))
 
     def _finish_update(self) -> None:

@@ -210,10 +210,12 @@ class CaptureRunner:
     def _check_gradients(self, phase: AccumulationPhase) -> None:
         """Drop graphs if an eager call has made gradients that a captured update does not read."""
         static = self._executor.static_gradients
-        if static.exist and not phase.last:
-            static.has_run = True
-            if static.lack(self._executor.gradients()):
-                self.drop_graphs()
+        if (
+            static.exist
+            and not phase.last
+            and not static.note_eager_call(self._executor.gradients())
+        ):
+            self.drop_graphs()
 
     # -- replay ------------------------------------------------------------------------------------
 
@@ -257,8 +259,7 @@ class CaptureRunner:
         self._replays += 1
         if not timing.is_judged and self._capture is Capture.AUTO and self._is_slower(timing):
             torch.cuda.synchronize(self._executor.components.device)
-            del kind.graphs[phase]
-            kind.is_eager = True
+            kind.leave_eager(phase)
             reason = f"for inputs of shape {format_shapes(leaves)}, {timing.reason}"
             if not (kind.graphs or self._inputs.are_others_captured(kind)):
                 self._give_up(reason)
@@ -295,7 +296,7 @@ class CaptureRunner:
         captured = self._try_capture(kind, inputs)
         if captured is None:
             return self._run_eagerly(inputs)
-        self._inputs.add(kind, phase, captured)
+        kind.add_graph(phase, captured)
         returned = self._replay(kind, captured, inputs)
         return self._run_eagerly(inputs) if returned is None else returned[0]
 
@@ -428,7 +429,7 @@ class CaptureRunner:
     ) -> None:
         reason = f"{failure}{hint if 'stream' in str(failure) else ''}"
         if self._inputs.are_others_captured(kind):
-            kind.is_eager = True
+            kind.leave_eager()
             reason = f"for inputs of shape {format_shapes(leaves)}, {reason}"
             warn_not_captured(reason, self._capture)
         else:

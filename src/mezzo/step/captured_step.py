@@ -208,7 +208,7 @@ class StepGraphs:
                 parameter.grad = gradient.clone()
             self._executor.update_after_replay(loss, modes)
         else:
-            self._executor.static_gradients.has_replayed = True
+            self._executor.static_gradients.note_replay()
         return (returned,)
 
     def replay_update(self, captured: CapturedStep, leaves: list[torch.Tensor]) -> bool:

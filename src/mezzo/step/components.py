@@ -21,7 +21,6 @@ from mezzo.optim.master_weights import MasterWeights
 from mezzo.parallel.ddp import Replicas, find_replicas, inner_models
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master, ParsedEnum
-from mezzo.prepare import arguments
 from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, optimizers_of
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import (
@@ -30,6 +29,7 @@ from mezzo.prepare.decoration import (
     decoration_of,
     inner_optimizer,
 )
+from mezzo.prepare.keep_full import read_keep_full
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.scaler import DisabledGradScaler, GradScaler
 from mezzo.scaling.schedule_lookahead import check
@@ -187,9 +187,9 @@ def _check_decoration(
             " Decorate all in one call, or pass them plain: the step decorates them."
         )
     if precision.policy is not None or precision.overrides:
-        requested = arguments.read_keep_full(
-            precision.policy_or_default, dict(precision.overrides), models
-        )[0]
+        requested = read_keep_full(precision.policy_or_default, dict(precision.overrides), models)[
+            0
+        ]
         if requested != decoration.plan.policy:
             raise PolicyError(
                 f"The model was decorated with {decoration.plan.policy!r}, but the step was given"
@@ -237,7 +237,7 @@ def _track_norms(optimizers: tuple[Optimizer, ...], decoration: Decoration) -> N
         if binding is None:
             binding = bind_optimizer(optimizer, MasterWeights(Master.NONE))
             decoration.undo_stack.callback(binding.unbind)
-        binding.tracks_norm = True
+        binding.track_norm()
 
 
 def choose_scaler(

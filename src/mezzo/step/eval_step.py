@@ -17,6 +17,7 @@ from mezzo.policy.types import Level
 from mezzo.prepare import arguments
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.keep_full import read_keep_full
 from mezzo.prepare.plan import PolicyArg
 from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
@@ -167,8 +168,7 @@ class EvalStep:
         timing = kind.timings[_CALL]
         returned = timing.time_replay(lambda: graph.replay(leaves))
         if timing.judges_slower() and self._capture is Capture.AUTO:
-            del kind.graphs[_CALL]
-            kind.is_eager = True
+            kind.leave_eager(_CALL)
             if not (kind.graphs or self._inputs.are_others_captured(kind)):
                 self._give_up(f"for inputs of shape {format_shapes(leaves)}, {timing.reason}")
         return returned
@@ -200,7 +200,7 @@ class EvalStep:
         graph = self._try_capture(capturer, kind, inputs, leaves)
         if graph is None:
             return self._run_eagerly(inputs)
-        self._inputs.add(kind, _CALL, graph)
+        kind.add_graph(_CALL, graph)
         return self._replay(kind, graph, leaves)
 
     def _try_capture(
@@ -219,7 +219,7 @@ class EvalStep:
             except CaptureFailed as failure:
                 reason = str(failure)
         if self._inputs.are_others_captured(kind):
-            kind.is_eager = True
+            kind.leave_eager()
             reason = f"for inputs of shape {format_shapes(leaves)}, {reason}"
             warn_not_captured(reason, self._capture)
         else:
@@ -264,7 +264,7 @@ def _prepare(model: nn.Module, policy: PolicyArg | None, overrides: dict[str, An
     if decoration is not None and policy is None and not overrides:
         return
     requested = "O1" if policy is None else policy
-    parsed = arguments.read_keep_full(requested, overrides, (model,))[0]
+    parsed = read_keep_full(requested, overrides, (model,))[0]
     if decoration is None:
         if parsed.level in (Level.O2, Level.O3) and model.training:
             raise PolicyError(

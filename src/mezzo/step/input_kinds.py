@@ -42,6 +42,21 @@ class InputKind(Generic[Graph]):
     host_reads: dict[Hashable, list[str]] = field(default_factory=dict)
     """Lines that read from the device in its last eager call, if ranks have to agree on them."""
     graphs: dict[Hashable, Graph] = field(default_factory=dict)
+    """Its captured graphs."""
+
+    def note_use(self, call: int) -> None:
+        """Note that the call with this number uses it."""
+        self.previous_use, self.last_use = self.last_use, call
+
+    def add_graph(self, place: Hashable, graph: Graph) -> None:
+        """Keep a graph of its calls."""
+        self.graphs[place], self.was_captured = graph, True
+
+    def leave_eager(self, *slower: Hashable) -> None:
+        """Run its calls eagerly from now on, without the graphs whose replays were slower."""
+        for place in slower:
+            del self.graphs[place]
+        self.is_eager = True
 
 
 class InputKinds(Generic[Graph]):
@@ -77,7 +92,7 @@ class InputKinds(Generic[Graph]):
             size = sum(leaf.nbytes for leaf in leaves) if size is None else size
             kind = self._kinds[key] = InputKind(size=size)
             self._last_new = self._calls
-        kind.previous_use, kind.last_use = kind.last_use, self._calls
+        kind.note_use(self._calls)
         return kind
 
     def _forget(self) -> None:
@@ -135,10 +150,6 @@ class InputKinds(Generic[Graph]):
     def is_new_beyond_limit(self, kind: InputKind[Graph]) -> bool:
         """Return whether a kind is used for the first time, and there are too many already."""
         return self.exceed_limit and not kind.previous_use
-
-    def add(self, kind: InputKind[Graph], place: Hashable, graph: Graph) -> None:
-        """Keep a graph of a kind."""
-        kind.graphs[place], kind.was_captured = graph, True
 
     def are_others_captured(self, kind: InputKind[Graph]) -> bool:
         """Return whether other kinds have graphs, or had them and will be captured again."""

@@ -29,9 +29,9 @@ class StaticGradients:
         self._static: Gradients = []
         self._zeroed: list[int] = []
         """Versions of the gradients when they were set to zero."""
-        self.has_replayed = False
+        self._has_replayed = False
         """Whether a captured graph has added to all of them since the last update."""
-        self.has_run = False
+        self._has_run = False
         """Whether an eager call has added to some of them since the last update."""
 
     def release(self, *, records: bool) -> None:
@@ -42,7 +42,7 @@ class StaticGradients:
         self.detach_unused()
         self._recorded, self._static, self._zeroed = [], [], []
         self.exist, self.are_recorded = False, records
-        self.has_replayed = self.has_run = False
+        self._has_replayed = self._has_run = False
 
     def record(self, gradients: Gradients) -> None:
         """Record the gradients of an update."""
@@ -78,13 +78,18 @@ class StaticGradients:
         are_same = [id(one) for _, one in gradients] == [id(one) for _, one in self._static]
         return are_same and all(map(ne, versions, self.versions()))
 
-    def lack(self, gradients: Gradients) -> bool:
-        """Return whether there are others among these."""
-        return len(gradients) > len(self._static)
+    def note_eager_call(self, gradients: Gradients) -> bool:
+        """Note that an eager call has added to some; return whether these are all there are."""
+        self._has_run = True
+        return len(gradients) <= len(self._static)
+
+    def note_replay(self) -> None:
+        """Note that a captured graph has added to all of them."""
+        self._has_replayed = True
 
     def detach_unused(self) -> None:
         """Remove gradients that no call has added to: such parameters are not stepped."""
-        if not self.has_replayed:
+        if not self._has_replayed:
             versions = zip(self._static, self.versions(), self._zeroed, strict=True)
             for (parameter, gradient), version, zeroed in versions:
                 if parameter.grad is gradient and version == zeroed:
@@ -94,11 +99,11 @@ class StaticGradients:
         """Set the gradients to zero after an eager update."""
         foreach_zero_(shards([gradient for _, gradient in self._static]))
         self.attach()
-        self.has_run = True
+        self._has_run = True
         self.note_zeros()
 
     def note_zeros(self) -> None:
         """Note that the gradients are zero: after a replay, their versions do not show it."""
-        if self.has_run:
+        if self._has_run:
             self._zeroed = self.versions()
-        self.has_replayed = self.has_run = False
+        self._has_replayed = self._has_run = False

@@ -16,7 +16,7 @@ from mezzo._torch import foreach_mul
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.apex._substitutions import SUBSTITUTIONS
 from mezzo.compat.apex.fp16_utils import FP16_Optimizer
-from mezzo.optim.binding import without_hooks
+from mezzo.optim.fused_algorithms import without_hooks
 from mezzo.optim.optimizers import LAMB, ForeachOptimizer, Group, Tensors
 
 __all__ = [

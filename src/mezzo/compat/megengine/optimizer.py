@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 import mezzo
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.megengine._substitutions import SUBSTITUTIONS
-from mezzo.optim.binding import without_hooks
+from mezzo.optim.fused_algorithms import without_hooks
 
 __all__ = [
     "LAMB",

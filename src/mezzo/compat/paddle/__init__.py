@@ -41,10 +41,11 @@ from mezzo.compat.paddle import (
     vision,
 )
 from mezzo.compat.paddle._creation import *  # noqa: F403 - its __all__
+from mezzo.compat.paddle._dtypes import parse_dtype
 from mezzo.compat.paddle._files import load, save
 from mezzo.compat.paddle._math import *  # noqa: F403 - its __all__
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
-from mezzo.compat.paddle._tensor import Tensor, parse_dtype, to_tensor
+from mezzo.compat.paddle._tensor import Tensor, to_tensor
 from mezzo.compat.paddle.device import (
     CPUPlace,
     CUDAPinnedPlace,

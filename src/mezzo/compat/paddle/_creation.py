@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from mezzo.compat.paddle._tensor import Tensor, as_tensor, default_device, parse_dtype, to_tensor
+from mezzo.compat.paddle._dtypes import parse_dtype
+from mezzo.compat.paddle._places import default_device
+from mezzo.compat.paddle._tensor import Tensor, as_tensor, to_tensor
 
 __all__ = [
     "arange",

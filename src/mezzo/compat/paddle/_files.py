@@ -12,7 +12,8 @@ import torch
 
 from mezzo._casting import map_tensors
 from mezzo._files import atomic_writer
-from mezzo.compat.paddle._tensor import as_tensor, default_device, to_tensor
+from mezzo.compat.paddle._places import default_device
+from mezzo.compat.paddle._tensor import as_tensor, to_tensor
 
 _NAMES = "StructuredToParameterName@@"
 """Entry of Paddle's files with the internal names of parameters, which are not used."""

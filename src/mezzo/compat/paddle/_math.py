@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mezzo.compat.paddle._tensor import as_tensor, copy_zero_sizes, parse_dtype, split
+from mezzo.compat.paddle._dtypes import parse_dtype
+from mezzo.compat.paddle._tensor import as_tensor, copy_zero_sizes, split
 
 __all__ = [
     "all",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from mezzo._hardware.detect import find_device
 from mezzo.policy.decide import user_stack_level
@@ -229,6 +230,11 @@ def get_device() -> str:
 def chosen_device() -> torch.device | None:
     """Return the device of the last `set_device`; None before the first call."""
     return _default_device
+
+
+def default_device() -> torch.device:
+    """Return the device of new tensors: the default place, or the CPU in a loader's worker."""
+    return device_of(None) if get_worker_info() is None else torch.device("cpu")
 
 
 def device_of(place: Any) -> torch.device:

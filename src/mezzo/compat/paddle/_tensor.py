@@ -11,48 +11,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.overrides import has_torch_function
-from torch.utils.data import get_worker_info
 
 from mezzo._casting import map_tensors
 from mezzo._torch import DisableTorchFunctionSubclass
-from mezzo.compat.paddle._places import Place, device_of, place_of
+from mezzo.compat.paddle._dtypes import DTYPES, parse_dtype
+from mezzo.compat.paddle._places import Place, default_device, device_of, place_of
 
-_CPU = torch.device("cpu")
-_DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128"
-    ).split()
-}
-"""Paddle's names of dtypes, which are torch's."""
-_ALIASES = {"float": torch.float32, "double": torch.float64, "half": torch.float16}
 _torch_grad: Any = torch.Tensor.grad
-
-
-def parse_dtype(dtype: Any) -> torch.dtype:
-    """Return the torch dtype for a dtype, its name, or a NumPy type.
-
-    >>> parse_dtype("int64"), parse_dtype(torch.float16)
-    (torch.int64, torch.float16)
-    """
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None)
-    if name is None:
-        name = getattr(dtype, "__name__", str(dtype))
-    name = str(name).removeprefix("paddle.")
-    found = _DTYPES.get(name) or _ALIASES.get(name)
-    if found is None:
-        raise TypeError(
-            f"dtype must be one of {', '.join(_DTYPES)}, or paddle.float32 and its like, but got"
-            f" {dtype!r}."
-        )
-    return found
-
-
-def default_device() -> torch.device:
-    """Return the device of new tensors: the default place, or the CPU in a loader's worker."""
-    return device_of(None) if get_worker_info() is None else _CPU
 
 
 class Shape(tuple[int, ...]):
@@ -453,8 +418,8 @@ def parse_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[s
 
 def _parse_target(value: Any) -> Any:
     """Return the dtype or the device that an argument of `to` names; anything else as it is."""
-    if isinstance(value, str) and value in _DTYPES:
-        return _DTYPES[value]
+    if isinstance(value, str) and value in DTYPES:
+        return DTYPES[value]
     return device_of(value) if isinstance(value, str | Place) else value
 
 

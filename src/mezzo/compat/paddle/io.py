@@ -11,9 +11,9 @@ from torch.utils.data import ChainDataset, ConcatDataset, Sampler, Subset, get_w
 
 from mezzo._casting import map_tensors
 from mezzo.compat._missing import module_getattr
-from mezzo.compat.paddle._places import device_of
+from mezzo.compat.paddle._places import default_device, device_of
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
-from mezzo.compat.paddle._tensor import as_tensor, default_device, plain_tensor
+from mezzo.compat.paddle._tensor import as_tensor, plain_tensor
 
 __all__ = [
     "BatchSampler",

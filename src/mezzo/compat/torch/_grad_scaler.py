@@ -37,7 +37,7 @@ class OptimizerState(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         if key == "stage":
-            self._record.stage = _MEZZO_STAGES[value]
+            self._record.enter(_MEZZO_STAGES[value])
         elif key == "found_inf_per_device":
             self._record.found_inf[0] = value
             # The values of these flags are on the device only.

@@ -40,6 +40,18 @@ class AmpState:
         self.handle = None
         """The handle of O1's casts while they are active."""
 
+    def initialize(self, properties: Properties, scalers: list[LossScaler]) -> None:
+        """Replace the options and the loss scalers."""
+        self.opt_properties, self.loss_scalers = properties, scalers
+
+    def set_verbosity(self, verbosity: int) -> None:
+        """Set how much is printed."""
+        self.verbosity = verbosity
+
+    def set_handle(self, handle: Handle | None) -> None:
+        """Set the handle of O1's casts; None if they are not active."""
+        self.handle = handle
+
 
 _amp_state = AmpState()
 

@@ -81,7 +81,7 @@ class Handle:
         if thread_region() is self._region:
             disable_autocast()
         if _amp_state.handle is self:
-            _amp_state.handle = None
+            _amp_state.set_handle(None)
 
     def _clear_cache(self) -> None:
         """Clear the weight cache, which cannot detect writes to `p.data` (no version counter)."""
@@ -143,13 +143,14 @@ def init(
     if not enabled:
         return NoOpHandle()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    _amp_state.handle = Handle(
+    handle = Handle(
         device,
         patch_type,
         verbose=verbose,
         keep=frozenset({"binary_cross_entropy"} if allow_banned else ()),
     )
-    return _amp_state.handle
+    _amp_state.set_handle(handle)
+    return handle
 
 
 @contextmanager

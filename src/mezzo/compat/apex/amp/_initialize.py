@@ -63,10 +63,10 @@ def initialize(
     >>> model.weight.dtype, model(torch.ones(1, 4)).dtype
     (torch.float16, torch.float32)
     """
-    _amp_state.verbosity = verbosity
+    _amp_state.set_verbosity(verbosity)
     if not enabled:
         deactivate_casts()
-        _amp_state.opt_properties, _amp_state.loss_scalers = Properties(), []
+        _amp_state.initialize(Properties(), [])
         return models if optimizers is None else (models, optimizers)
     level = find_opt_level(opt_level)
     if not isinstance(num_losses, int) or num_losses < 1:
@@ -87,7 +87,7 @@ def initialize(
         for _ in range(num_losses)
     ]
     _initialize_all(models, optimizers, properties, cast_model_outputs)
-    _amp_state.opt_properties, _amp_state.loss_scalers = properties, scalers
+    _amp_state.initialize(properties, scalers)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -122,7 +122,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
             " loss_scalers are used"
         )
     for scaler, entry in zip(scalers, state_dict.values(), strict=False):
-        scaler._loss_scale, scaler._unskipped = entry["loss_scale"], entry["unskipped"]
+        scaler.load(entry["loss_scale"], entry["unskipped"])
 
 
 def _initialize_all(
@@ -136,8 +136,9 @@ def _initialize_all(
     deactivate_casts()
     _prepare(models, optimizers, properties, outputs)
     if properties.patch_torch_functions:
-        _amp_state.handle = Handle(device_of(models), verbose=_amp_state.verbosity > 1)
-        _amp_state.handle.deactivate_after(models)
+        handle = Handle(device_of(models), verbose=_amp_state.verbosity > 1)
+        _amp_state.set_handle(handle)
+        handle.deactivate_after(models)
 
 
 def _print_options(level: OptLevel, properties: Properties) -> None:

@@ -100,7 +100,7 @@ def _scale_and_delay_unscale(
         stash = amp_stash(optimizer)
         if not stash.params_have_scaled_gradients:
             scaler.scale_gradients(optimizer)
-            stash.params_have_scaled_gradients = True
+            stash.note_gradients(scaled=True)
     return scaled
 
 
@@ -122,7 +122,7 @@ def _scale_then_unscale(
         yield scaler.scale(loss), flags
         for optimizer in optimizers:
             flags += scaler.unscale(optimizer)
-            amp_stash(optimizer).params_have_scaled_gradients = False
+            amp_stash(optimizer).note_gradients(scaled=False)
 
 
 def _record_check(optimizers: list[Optimizer], check: OverflowCheck, *, delayed: bool) -> None:
@@ -235,6 +235,10 @@ class LossScaler:
             [replace(self._scales.state(0), scale=self._last_set_scale)], self._scales.rule
         )
 
+    def load(self, scale: float, unskipped: int) -> None:
+        """Load the scale and the successful steps in a row."""
+        self._loss_scale, self._unskipped = scale, unskipped
+
     @property
     def _unskipped(self) -> int:
         return self._scales.state(0).growth_tracker
@@ -274,6 +278,10 @@ class AmpStash:
         """Whether the gradients are still scaled, until a later `scale_loss` unscales them."""
         self.checks: list[OverflowCheck] = []
         """Checks since the last step that overflowed or are not evaluated yet."""
+
+    def note_gradients(self, *, scaled: bool) -> None:
+        """Note whether the gradients are scaled."""
+        self.params_have_scaled_gradients = scaled
 
     @property
     def already_patched(self) -> bool:

@@ -158,8 +158,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`, the masters bit for bit. The model may be loaded before or after."""
         scale = state_dict["loss_scaler"]
-        self.loss_scaler._loss_scale = scale["loss_scale"]
-        self.loss_scaler._unskipped = scale["unskipped"]
+        self.loss_scaler.load(scale["loss_scale"], scale["unskipped"])
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.overflow = state_dict["overflow"]
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
@@ -191,7 +190,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        self.loss_scaler._loss_scale = scale
+        self.loss_scaler.load(scale, self.loss_scaler._unskipped)
 
     @property
     def state(self) -> Any:

@@ -137,7 +137,7 @@ class Block(nn.Module):
         """Make a later `initialize` keep the values."""
         for layer in self.modules():
             if isinstance(layer, Layer):
-                layer.is_initialized = True
+                layer.keep_values()
 
     def register_child(self, block: nn.Module, name: str | None = None) -> None:
         """Add a child, by default under its number."""
@@ -205,6 +205,10 @@ class Layer(HybridBlock):
         if plain_args is args and plain_kwargs is kwargs:
             return result
         return map_tensors(result, as_ndarray)
+
+    def keep_values(self) -> None:
+        """Make a later `initialize` keep the values."""
+        self.is_initialized = True
 
     def set_initializer(self, weight_init: initializer.Initializer) -> None:
         """Initialize with this initializer, now or when the shapes are known."""

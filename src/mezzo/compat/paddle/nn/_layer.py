@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from mezzo.compat.paddle._dtypes import parse_dtype
+from mezzo.compat.paddle._places import default_device
 from mezzo.compat.paddle._tensor import (
     Parameter,
     as_tensor,
-    default_device,
-    parse_dtype,
     parse_to,
     plain_tensor,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.compat.paddle._tensor import default_device
+from mezzo.compat.paddle._places import default_device
 from mezzo.compat.paddle.nn import functional as F
 from mezzo.compat.paddle.nn._layer import Layer
 from mezzo.compat.paddle.nn.initializer import Constant, Normal

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
 from mezzo.compat._missing import module_getattr
+from mezzo.compat.paddle._dtypes import parse_dtype
 from mezzo.compat.paddle._regions import adds_in_float32
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
-from mezzo.compat.paddle._tensor import Tensor, parse_dtype
+from mezzo.compat.paddle._tensor import Tensor
 
 __all__ = [
     "adaptive_avg_pool2d",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mezzo._dtypes import dtype_name
-from mezzo.compat.paddle._tensor import parse_dtype
+from mezzo.compat.paddle._dtypes import parse_dtype
 
 
 @dataclass(frozen=True)

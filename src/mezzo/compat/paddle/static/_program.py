@@ -14,8 +14,9 @@ import torch
 from mezzo._casting import map_tensors, tensors_of
 from mezzo._torch import DisableTorchFunctionSubclass
 from mezzo.autocasting.regions import innermost_region
+from mezzo.compat.paddle._dtypes import parse_dtype
 from mezzo.compat.paddle._places import device_of
-from mezzo.compat.paddle._tensor import Tensor, parse_dtype, parse_to
+from mezzo.compat.paddle._tensor import Tensor, parse_to
 
 UNKNOWN_SIZES = (9973, 9967, 9949, 9941, 9931, 9929, 9923, 9907)
 """Placeholders for sizes that are unknown until the program runs, one per dimension. They are
@@ -100,9 +101,13 @@ class Program:
             )
         return self._variables[name]
 
+    def train_with(self, trainer: Any) -> None:
+        """Let every run train, or evaluate as this trainer does."""
+        self.trainer = trainer
+
     def set_name(self, variable: Variable, name: str) -> None:
         """Name a variable of this program."""
-        variable.name = name
+        variable.set_name(name)
         self._variables[name] = variable
 
     def unique_name(self, op: str) -> str:
@@ -142,6 +147,10 @@ class Variable(Tensor):
         variable.program, variable.sizes = program, tuple(meta.shape)
         program.set_name(variable, name)
         return variable
+
+    def set_name(self, name: str) -> None:
+        """Set the name; `Program.set_name` also enters it among those of the program."""
+        self.name = name
 
     # Reaches `__torch_function__`, which raises with what to call in a static program.
     backward = torch.Tensor.backward

@@ -147,7 +147,8 @@ def attach_trainer(loss: Any, optimizer: Optimizer, precision: Precision) -> Pro
     variable = loss if isinstance(loss, Variable) else _build_loss(loss)
     program = variable.program
     _check_loss(variable, optimizer)
-    program.trainer = trainer = ProgramTrainer(program, variable, optimizer, precision)
+    trainer = ProgramTrainer(program, variable, optimizer, precision)
+    program.train_with(trainer)
     return trainer
 
 

@@ -201,7 +201,7 @@ class OptimizerWithMixedPrecision:
                 " main_program.clone(for_test=True)."
             )
         if test_program is not None:
-            test_program.trainer = trainer
+            test_program.train_with(trainer)
         trainer.move(device_of(place))
         trainer.prepare()
 
