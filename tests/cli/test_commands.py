@@ -129,6 +129,8 @@ def test_advise_prints_the_setting_to_use(setup):
     assert "H100" in text.stdout
     data = json.loads(invoke("advise", f"{setup}:with_sample", "--gpu", "H100", "--json").stdout)
     assert "H100" in data["device"]
+    assert data["times"][0]["setting"]["precision"] == "float32"
+    assert data["verdict"] in text.stdout
 
 
 @pytest.mark.parametrize(

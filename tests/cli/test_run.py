@@ -253,6 +253,15 @@ def test_a_run_that_fails_has_a_report_with_the_reason(tmp_path):
     assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 6
 
 
+def test_the_summary_is_a_line_of_json_on_stderr(tmp_path):
+    finished = run_mezzo(tmp_path, "run", "--json", CLASSIFIER, 1, "fail", 0)
+    assert finished.code == 1
+    (summary,) = [line for line in finished.stderr.splitlines() if line.startswith("{")]
+    data = json.loads(summary)
+    assert data["verdict"] == "The run ended with RuntimeError: the disk is full."
+    assert data["report"] == str(tmp_path / "mezzo-report.html")
+
+
 def test_ctrl_c_ends_a_script_by_the_signal_and_leaves_a_report(tmp_path):
     path = script(
         tmp_path, "import time\nprint('ready', flush=True)\nwhile True:\n    time.sleep(0.05)\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from mezzo.prepare.plan_rows import format_bytes
 
@@ -16,7 +16,7 @@ _SAVES = 0.8
 """Part of the memory below which a setting is worth a remark for its memory alone."""
 
 
-class Precision(Enum):
+class Precision(StrEnum):
     """A precision that is timed."""
 
     FLOAT32 = "float32"

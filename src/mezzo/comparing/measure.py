@@ -34,6 +34,8 @@ _KEPT_BYTES = 2**30
 """Bytes of batches that are kept for all modes; others are made again for each."""
 _WARM_UP, _CALLS_TO_CAPTURE = 2, 15
 """Steps before the timed ones, and at most, until a step is captured."""
+_UNSTEADY, _ROUNDS_TO_JUDGE = 1.5, 5
+"""Ratio of the second slowest round to the second fastest that is worth a note, of so many."""
 _ROUND_SECONDS, _MAX_CALLS = 0.05, 20
 """Calls of a mode in a round fill about this time, at most so many."""
 
@@ -234,6 +236,16 @@ class Timed:
     def milliseconds(self) -> float | None:
         """The median over the rounds so far; None if there is none."""
         return 1000 * median(self.seconds) if self.seconds else None
+
+    @property
+    def unsteady(self) -> str | None:
+        """What a note says if the rounds differ a lot, but for the fastest and the slowest."""
+        if len(self.seconds) < _ROUNDS_TO_JUDGE:
+            return None
+        low, *_, high = sorted(self.seconds)[1:-1]
+        if high < _UNSTEADY * low:
+            return None
+        return f"unsteady: rounds took from {1000 * low:.3g} to {1000 * high:.3g} ms"
 
     def time(self, device: torch.device) -> None:
         """Time one round."""

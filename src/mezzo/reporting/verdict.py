@@ -19,6 +19,10 @@ _IN_A_ROW = 10
 _UNDERFLOW = 0.25
 """Share of a layer's gradient values that underflow above which it is named."""
 _WINDOW = 20
+_TRACE = (
+    "mezzo.trace_overflow(model, batch, loss_fn) finds the op that overflowed, its line, and a"
+    " policy that cures it."
+)
 _NO_16_BITS = frozenset({"float32", "float64"})
 
 
@@ -57,10 +61,13 @@ def _without_steps(run: RunData) -> Verdict:
 
 
 def _judge_steps(run: RunData) -> Verdict:
-    failures = [*_ends(run), *_collapse(run), *_bad_loss(run), *_findings(run)]
+    overflows, findings = [*_collapse(run), *_bad_loss(run)], _findings(run)
+    failures = [*_ends(run), *overflows, *findings]
     odd_skips = _odd_skips(run)
     concerns = [*odd_skips, *_underflow(run), *_lint(run)]
     comforts = [*([] if odd_skips else [_skip_sentence(run)]), *_loss_sentence(run)]
+    if (overflows or odd_skips) and not findings:
+        comforts.append(_TRACE)
     what = f"{run.steps:,} step{'' if run.steps == 1 else 's'} in {run.dtype or 'an unknown dtype'}"
     if failures:
         return Verdict(Status.BAD, failures[0], (*failures[1:], *concerns, *comforts))
@@ -216,4 +223,5 @@ def _loss_sentence(run: RunData) -> list[str]:
     window = max(1, min(_WINDOW, len(losses) // 4))
     first, last = sum(losses[:window]) / window, sum(losses[-window:]) / window
     verb = "fell" if last < first else "rose"
-    return [f"The loss {verb} from {first:.4g} to {last:.4g}."]
+    means = f", means of {window} steps" if window > 1 else ""
+    return [f"The loss {verb} from {first:.4g} to {last:.4g}{means}."]
