@@ -178,6 +178,13 @@ def test_a_policy_without_a_dtype_leaves_the_script_s(tmp_path):
     assert event["fields"]["dtype"] == "float16"
 
 
+@pytest.mark.parametrize(("policy", "is_said"), [("O2", True), ("O1", False)])
+def test_a_level_that_casts_parameters_says_that_regions_do_not(tmp_path, policy, is_said):
+    finished = run_mezzo(tmp_path, "run", "--policy", policy, script(tmp_path, "print('ran')"))
+    assert finished.stdout == "ran\n"
+    assert ("mezzo: regions have the op rules of O2; parameters" in finished.stderr) is is_said
+
+
 # -- as with python --------------------------------------------------------------------------------
 
 ENDS = {

@@ -24,6 +24,7 @@ from mezzo.cli.script_observer import ScriptObserver
 from mezzo.compat import apex
 from mezzo.compat import torch as torch_dialect
 from mezzo.policy.policy import Policy
+from mezzo.policy.types import Level
 from mezzo.reporting.page import write_report
 from mezzo.reporting.run_data import read_run
 from mezzo.reporting.summary import summary_data
@@ -93,6 +94,12 @@ def run_script(script: Script) -> None:
     """
     ranks, process, reason = Ranks.from_environment(os.environ), os.getpid(), "stopped"
     remove_old_logs(script.log, ranks)
+    level = None if script.policy is None else script.policy.level
+    if level in (Level.O2, Level.O3) and ranks.rank == 0:
+        _say(
+            f"mezzo: regions have the op rules of {level.value}; parameters stay float32, unless"
+            " the script casts them. mezzo.decorate and mezzo.TrainStep do."
+        )
     torch_dialect.install(policy=script.policy)
     with suppress(UnsupportedError):
         # If Apex itself is there, the script runs on it.
@@ -177,5 +184,9 @@ def _write_report(script: Script, ranks: Ranks, reason: str) -> None:
             message = as_line(summary_data(run) | {"report": str(script.report)})
     except Exception as error:  # noqa: BLE001 - the exit code is the script's
         message = f"mezzo: the report could not be written: {error}"
+    _say(message)
+
+
+def _say(line: str) -> None:
     with suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)  # noqa: T201
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
