@@ -15,7 +15,7 @@ from mezzo._casting import tensors_of
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.advising.setting_run import Peak, state_bytes
-from mezzo.advising.timing import time_once
+from mezzo.advising.timing import time_once, unsteady
 from mezzo.comparing.comparison import ModeResult
 from mezzo.comparing.modes import Mode, Setting, Training, float32_products, make_training
 from mezzo.comparing.workload import Batch
@@ -34,8 +34,6 @@ _KEPT_BYTES = 2**30
 """Bytes of batches that are kept for all modes; others are made again for each."""
 _WARM_UP, _CALLS_TO_CAPTURE = 2, 15
 """Steps before the timed ones, and at most, until a step is captured."""
-_UNSTEADY, _ROUNDS_TO_JUDGE = 1.5, 5
-"""Ratio of the second slowest round to the second fastest that is worth a note, of so many."""
 _ROUND_SECONDS, _MAX_CALLS = 0.05, 20
 """Calls of a mode in a round fill about this time, at most so many."""
 
@@ -239,12 +237,11 @@ class Timed:
 
     @property
     def unsteady(self) -> str | None:
-        """What a note says if the rounds differ a lot, but for the fastest and the slowest."""
-        if len(self.seconds) < _ROUNDS_TO_JUDGE:
+        """What a note says if the rounds differ a lot."""
+        found = unsteady(self.seconds)
+        if found is None:
             return None
-        low, *_, high = sorted(self.seconds)[1:-1]
-        if high < _UNSTEADY * low:
-            return None
+        low, high = found
         return f"unsteady: rounds took from {1000 * low:.3g} to {1000 * high:.3g} ms"
 
     def time(self, device: torch.device) -> None:
