@@ -127,18 +127,21 @@ def _collapse(run: RunData) -> list[str]:
 
 def _bad_loss(run: RunData) -> list[str]:
     bad = [
-        line
-        for line in run.of("step")
+        (step_of(line) or 0, one.rank, line)
+        for one in run.ranks
+        for line in one.of("step")
         if (loss := number(line.get("loss"))) is not None and not math.isfinite(loss)
     ]
     if not bad:
         return []
-    first = bad[0]
-    kept = [line for line in bad if line.get("skipped") is not True]
+    step, rank, first = min(bad, key=lambda found: found[:2])
+    where = f"step {step}" + (f" on rank {rank}" if run.world_size > 1 else "")
+    steps = {number for number, *_ in bad}
+    kept = {number for number, _, line in bad if line.get("skipped") is not True}
     name = "NaN" if math.isnan(number(first.get("loss")) or 0.0) else "infinite"
     fate = f"{len(kept)} applied to the weights" if kept else "all skipped"
-    count = "1 such step" if len(bad) == 1 else f"{len(bad)} such steps"
-    return [f"The loss was {name} at step {first.get('step')} ({count}, {fate})."]
+    count = "1 such step" if len(steps) == 1 else f"{len(steps)} such steps"
+    return [f"The loss was {name} at {where} ({count}, {fate})."]
 
 
 def _findings(run: RunData) -> list[str]:
