@@ -39,10 +39,10 @@ def timed(level, precision, gain, captured=False, memory=None):
 
 def test_on_a_cpu_that_emulates_16_bits_the_advice_is_to_switch_it_off(monkeypatch):
     # Everything runs; the times are those of an emulating CPU, for this one may not be.
-    def medians(runs, *_):
-        return [1.0 if run.setting == FLOAT32 else 1.5 for run in runs]
+    def times(runs, *_):
+        return [[1.0] if run.setting == FLOAT32 else [1.5] for run in runs]
 
-    monkeypatch.setattr(advise_module, "interleaved_medians", medians)
+    monkeypatch.setattr(advise_module, "interleaved_times", times)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
     advice = mezzo.advise(model, batch(), F.cross_entropy, optimizer, levels="O1", rounds=5)
@@ -332,11 +332,23 @@ def test_slow_runs_are_timed_once():
     assert seconds >= 0.02
 
 
-def test_a_level_is_left_out_if_a_lower_one_in_the_dtype_is_too_slow(monkeypatch):
-    def medians(runs, *_):
-        return [20.0 if run.setting.precision is F16 else 1.0 for run in runs]
+@pytest.mark.parametrize(("slow", "is_said"), [(9.0, True), (1.2, False)])
+def test_times_that_differ_between_rounds_come_with_a_caveat(monkeypatch, slow, is_said):
+    def times(runs, *_):
+        return [[1.0, 1.0, 1.1, slow, slow] for _ in runs]
 
-    monkeypatch.setattr(advise_module, "interleaved_medians", medians)
+    monkeypatch.setattr(advise_module, "interleaved_times", times)
+    advice = mezzo.advise(mlp(16), batch(16), F.cross_entropy)
+    said = "O2 float16 took from 1000.00 ms to 9000.00 ms. Something else uses this machine"
+    assert (said in str(advice)) is is_said
+    assert bool(advice.unsteady) is is_said
+
+
+def test_a_level_is_left_out_if_a_lower_one_in_the_dtype_is_too_slow(monkeypatch):
+    def times(runs, *_):
+        return [[20.0] if run.setting.precision is F16 else [1.0] for run in runs]
+
+    monkeypatch.setattr(advise_module, "interleaved_times", times)
     advice = mezzo.advise(mlp(16), batch(16), F.cross_entropy)
     problems = {str(one.setting): one.problem for one in advice.times if one.problem}
     assert problems == {"O2 float16": "not timed: O1 float16 is 0.05× as fast as float32"}

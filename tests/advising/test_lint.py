@@ -482,6 +482,9 @@ def test_channels_that_are_no_multiples_are_found():
     (found,) = sizes(model, images)
     assert (found.rule, "24 output channels" in found.instead) == ("channel-multiple", True)
     assert rules_of(sizes(mezzo.channels_last(nn.Conv2d(16, 24, 3)), images)) == []
+    odd = mezzo.channels_last(torch.ones(2, 20, 8, 8))
+    (found,) = sizes(mezzo.channels_last(nn.Conv2d(20, 16, 3)), odd)
+    assert (found.rule, "24 input" in found.instead) == ("channel-multiple", True)
 
 
 def test_a_first_convolution_with_3_channels_is_found():

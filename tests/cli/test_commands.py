@@ -129,15 +129,24 @@ def test_advise_prints_the_setting_to_use(setup):
     assert "H100" in text.stdout
     data = json.loads(invoke("advise", f"{setup}:with_sample", "--gpu", "H100", "--json").stdout)
     assert "H100" in data["device"]
+    assert data["times"][0]["setting"]["precision"] == "float32"
+    assert data["verdict"] in text.stdout
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "report", "lint", "advise", "doctor", "explain", "convert"]
+    "command", ["run", "report", "lint", "advise", "compare", "doctor", "explain", "convert"]
 )
 def test_help_has_an_example(command):
     result = invoke(command, "--help")
     assert result.exit_code == 0
     assert f"Example: mezzo {command}" in result.stdout
+
+
+def test_every_command_prints_json():
+    commands = dict(typer.main.get_command(app).commands)
+    policy = {f"policy {name}": one for name, one in commands.pop("policy").commands.items()}
+    for name, command in {**commands, **policy}.items():
+        assert any("--json" in one.opts for one in command.params), name
 
 
 def test_the_page_about_the_command_line_has_every_command():

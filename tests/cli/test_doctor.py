@@ -126,6 +126,13 @@ def test_a_limit_of_the_instruction_set_is_the_reason_of_slow_products():
     assert "here: ONEDNN_MAX_CPU_ISA=AVX2 limits the instructions." in text
 
 
+def test_a_limit_of_the_instruction_set_under_which_16_bits_gain_nothing_is_named():
+    equal = replace(ON_CPU, products=times(float32=0.1, bfloat16=0.1))
+    text = texts(replace(equal, isa_limit="AVX512_CORE_FP16"))
+    assert "here: ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 limits the instructions. If" in text
+    assert "no faster" not in texts(equal)
+
+
 def test_float16_alone_comes_with_the_advice_to_scale():
     text = texts(replace(FAST, products=times(float32=0.4, float16=0.1, bfloat16=0.4)))
     assert "Train with dtype='float16', with a GradScaler." in text
@@ -177,6 +184,15 @@ def test_missing_extras_are_named_with_the_command_that_installs_them(tmp_path):
     assert found == (Extra("cli", ()), Extra("plots", ("no-such-package",)))
     text = str(diagnose(replace(FAST, extras=found)))
     assert "plots        lacks no-such-package: pip install 'mezzo[plots]'" in text
+
+
+def test_packages_that_stand_in_for_others_are_installed(tmp_path, monkeypatch):
+    folder = tmp_path / "pytorch_lightning-2.6.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: pytorch-lightning\nVersion: 2.6\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert machines._is_installed("lightning")
+    assert not machines._is_installed("accelerate")
 
 
 def test_json_has_the_versions_and_the_support_of_the_device():

@@ -178,6 +178,13 @@ def test_a_policy_without_a_dtype_leaves_the_script_s(tmp_path):
     assert event["fields"]["dtype"] == "float16"
 
 
+@pytest.mark.parametrize(("policy", "is_said"), [("O2", True), ("O1", False)])
+def test_a_level_that_casts_parameters_says_that_regions_do_not(tmp_path, policy, is_said):
+    finished = run_mezzo(tmp_path, "run", "--policy", policy, script(tmp_path, "print('ran')"))
+    assert finished.stdout == "ran\n"
+    assert ("mezzo: regions have the op rules of O2; parameters" in finished.stderr) is is_said
+
+
 # -- as with python --------------------------------------------------------------------------------
 
 ENDS = {
@@ -251,6 +258,15 @@ def test_a_run_that_fails_has_a_report_with_the_reason(tmp_path):
     page = (tmp_path / "mezzo-report.html").read_text()
     assert "<h1>The run ended with RuntimeError: the disk is full.</h1>" in page
     assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 6
+
+
+def test_the_summary_is_a_line_of_json_on_stderr(tmp_path):
+    finished = run_mezzo(tmp_path, "run", "--json", CLASSIFIER, 1, "fail", 0)
+    assert finished.code == 1
+    (summary,) = [line for line in finished.stderr.splitlines() if line.startswith("{")]
+    data = json.loads(summary)
+    assert data["verdict"] == "The run ended with RuntimeError: the disk is full."
+    assert data["report"] == str(tmp_path / "mezzo-report.html")
 
 
 def test_ctrl_c_ends_a_script_by_the_signal_and_leaves_a_report(tmp_path):

@@ -256,6 +256,19 @@ def test_the_time_of_a_mode_is_the_median_of_its_rounds(monkeypatch):
     assert timed.milliseconds == 500
 
 
+@pytest.mark.parametrize(
+    ("seconds", "note"),
+    [
+        ([1, 1, 9, 1.1, 1.2], None),
+        ([1, 2], None),
+        ([1, 1, 2, 3, 9], "unsteady: rounds took from 1e+03 to 3e+03 ms"),
+        ([0.02, 0.05, 0.02, 0.09, 0.03], "unsteady: rounds took from 20 to 50 ms"),
+    ],
+)
+def test_rounds_that_differ_by_more_than_one_outlier_have_a_note(seconds, note):
+    assert measure.Timed("a", lambda: None, seconds=seconds).unsteady == note
+
+
 def test_short_calls_are_repeated_within_a_round(monkeypatch):
     monkeypatch.setattr(measure, "_ROUND_SECONDS", 0.05)
     monkeypatch.setattr(measure, "time_once", lambda run, device: 0.01)

@@ -536,3 +536,64 @@ def test_fabric_decorates_before_ddp_wraps(policy):
     model, optimizer = fabric.setup(model, adam(model))
     assert isinstance(model._forward_module, nn.parallel.DistributedDataParallel)
     assert train_fabric(fabric, model, optimizer)[0] == train_plain(policy, "float16")[0]
+
+
+def start_sharded(policy, **options):
+    """Return Fabric with a sharded model, its optimizer and the plugin, ready to be saved."""
+
+    def shard(model, mesh):
+        for part in (model[0], model[2], model):
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return model
+
+    plugin = MezzoFabricPrecision(policy, dtype="float16")
+    strategy = fabric_package.strategies.ModelParallelStrategy(shard, 1, 1, **options)
+    fabric = fabric_package.Fabric(accelerator="cpu", devices=1, strategy=strategy, plugins=plugin)
+    fabric.launch()
+    model = fabric.setup_module(make_model())
+    optimizer = fabric.setup_optimizers(adam(model))
+    return fabric, {"model": model, "optimizer": optimizer, "precision": plugin}
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("clip", [None, LIMIT])
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_fabric_trains_a_model_that_is_sharded_by_fsdp2(policy, clip):
+    fabric, state = start_sharded(policy)
+    assert isinstance(state["model"]._forward_module, FSDPModule)
+    losses, _ = train_fabric(fabric, state["model"], state["optimizer"], clip=clip)
+    assert losses == pytest.approx(train_plain(policy, "float16", clip=clip)[0], rel=1e-3)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_fabric_resumes_a_sharded_model_to_the_bit(policy, shards, tmp_path):
+    fabric, state = start_sharded(policy, save_distributed_checkpoint=shards)
+    batches = [*BATCHES[:2], torch.full((4, 4), torch.inf), *BATCHES[2:]]
+    results = train_fabric(fabric, state["model"], state["optimizer"], batches[:5])[1]
+    assert [one.skipped for one in results] == [False, False, True, False, False]
+    fabric.save(tmp_path / "state", state)
+    losses, _ = train_fabric(fabric, state["model"], state["optimizer"], batches[5:])
+    fabric, resumed = start_sharded(policy, save_distributed_checkpoint=shards)
+    plugin = resumed["precision"]
+    fabric.load(tmp_path / "state", resumed)
+    if shards:
+        # From folders Fabric returns what is neither a model nor an optimizer as it was saved.
+        plugin.load_state_dict(resumed["precision"])
+    assert train_fabric(fabric, resumed["model"], resumed["optimizer"], batches[5:])[0] == losses
+    assert plugin.scaler.state() == state["precision"].scaler.state()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_fabric_shards_before_it_decorates():
+    fabric, _ = start_sharded("O2")
+    model = make_model()
+    optimizer = adam(model)
+    fabric.setup_module(model)
+    with pytest.raises(mezzo.UnsupportedError, match=r"Create it after\s+model = fabric.setup_mod"):
+        fabric.setup_optimizers(optimizer)
+    model = make_model()
+    mezzo.decorate(model, adam(model), "O2", dtype="float16")
+    with pytest.raises(mezzo.UnsupportedError, match=r"Leave out mezzo\.decorate"):
+        fabric.setup_module(model)

@@ -115,6 +115,25 @@ def test_a_loss_that_is_not_finite_is_the_verdict(loss):
     assert "at step 6 (1 such step, 1 applied to the weights)" in verdict.sentence
 
 
+def test_the_rank_whose_loss_was_not_finite_is_named_and_gives_the_cause():
+    def rank(number, loss):
+        lines = [*steps(*[False] * 5), *steps(True, loss=loss, first=6)]
+        return run_of(*lines, rank=number, ranks=2).ranks[0]
+
+    run = RunData((rank(0, 1.0), rank(1, math.nan)))
+    expected = "The loss was NaN at step 6 on rank 1 (1 such step, all skipped)."
+    assert judge(run).sentence == expected
+    (skip,) = run.skips
+    assert (skip.rank, skip.cause.startswith("the loss was nan")) == (1, True)
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_what_overflowed_comes_with_the_call_that_finds_the_op(found):
+    lines = [*steps(*[False] * 5), *steps(True, loss=math.nan, first=6)]
+    facts = judge(run_of(*lines, *([logs.finding(step=6)] if found else []))).facts
+    assert any("mezzo.trace_overflow(model, batch" in fact for fact in facts) is not found
+
+
 def test_a_collapsed_scale_is_the_verdict():
     event = logs.event("ScaleCollapsed", 40, scale=0.5, consecutive_skips=30, message="")
     verdict = judge(run_of(*steps(*[False] * 5), event))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from mezzo.prepare.plan_rows import format_bytes
 
@@ -16,7 +16,7 @@ _SAVES = 0.8
 """Part of the memory below which a setting is worth a remark for its memory alone."""
 
 
-class Precision(Enum):
+class Precision(StrEnum):
     """A precision that is timed."""
 
     FLOAT32 = "float32"
@@ -87,6 +87,8 @@ class Advice:
     """The setting of the ops: the advised one, or the best in 16 bits if that is float32."""
     computed: str = ""
     """How times were computed; empty if they were measured."""
+    unsteady: str = ""
+    """Which times differ a lot between rounds, so that they may mislead; empty if none do."""
 
     @property
     def baseline(self) -> SettingTime:
@@ -123,7 +125,7 @@ class Advice:
         parts = [self.verdict, f"    {self.line}".replace("\n", "\n    "), self._table()]
         if self.ops:
             parts.append(self._op_table())
-        return "\n\n".join([*parts, *([self.computed] if self.computed else [])])
+        return "\n\n".join([*parts, *filter(None, (self.unsteady, self.computed))])
 
     def _table(self) -> str:
         rows = [("setting", "time", "gain", "memory")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,11 +13,20 @@ from torch import nn
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import MezzoError, PolicyError
 from mezzo._hardware import hardware
-from mezzo.advising.advice import Advice, OpTime, Precision, Setting, SettingTime, best_half, choose
+from mezzo.advising.advice import (
+    Advice,
+    OpTime,
+    Precision,
+    Setting,
+    SettingTime,
+    best_half,
+    choose,
+    format_time,
+)
 from mezzo.advising.gpus import find_gpu
 from mezzo.advising.roofline import estimate_times
 from mezzo.advising.setting_run import Peak, SettingRun, Workload, free_memory
-from mezzo.advising.timing import interleaved_medians, time_ops
+from mezzo.advising.timing import interleaved_times, time_ops, unsteady
 from mezzo.prepare.arguments import Optimizers, unwrapped
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.rng_state import capture_rng_state, restore_rng_state
@@ -78,7 +88,8 @@ def advise(
         warnings.simplefilter("ignore")
         try:
             settings = list(_settings(workload.device, chosen_levels))
-            times = _Timer(workload, rounds, budget).time(settings)
+            timer = _Timer(workload, rounds, budget)
+            times = timer.time(settings)
             best = choose(times)
             compared = _compared(times, best)
             slow = any((one.seconds or 0.0) * _TOP > budget for one in times)
@@ -87,7 +98,7 @@ def advise(
             restore_rng_state(random)
     name = hardware(workload.device).name
     line = _line(workload, best.setting)
-    return Advice(name, workload.training, times, best, line, ops, compared)
+    return Advice(name, workload.training, times, best, line, ops, compared, unsteady=timer.caveat)
 
 
 def _settings(device: torch.device, levels: Sequence[str]) -> Iterator[Setting]:
@@ -114,6 +125,8 @@ class _Timer:
     def __init__(self, workload: Workload, rounds: int, budget: float) -> None:
         self._workload, self._rounds, self._budget = workload, rounds, budget
         self._baseline: SettingRun | None = None
+        self.caveat = ""
+        """What to say of the times if rounds of one setting differ a lot."""
 
     def time(self, settings: Sequence[Setting]) -> tuple[SettingTime, ...]:
         """Return the time of each setting; the first is eager float32."""
@@ -150,7 +163,15 @@ class _Timer:
         return SettingTime(setting, shown, gain, built.memory)
 
     def _medians(self, runs: Sequence[SettingRun]) -> list[float]:
-        return interleaved_medians(runs, self._workload.device, self._rounds, self._budget)
+        times = interleaved_times(runs, self._workload.device, self._rounds, self._budget)
+        for run, seconds in zip(runs, times, strict=True):
+            if found := unsteady(seconds):
+                low, high = map(format_time, found)
+                self.caveat = (
+                    f"Times are unsteady: rounds of {run.setting} took from {low} to {high}."
+                    " Something else uses this machine; advise again when it is idle."
+                )
+        return [median(seconds) for seconds in times]
 
     def _too_slow(self, times: Sequence[SettingTime], setting: Setting) -> str:
         """Return why a setting is not worth the time to measure it; empty if it is."""

@@ -19,6 +19,7 @@ _RUNS = 3
 _SHORTEST = 5e-3
 """Seconds that a timing on a device takes at least, in several calls if one is shorter."""
 _MOST_CALLS = 100
+_UNSTEADY, _ROUNDS_TO_JUDGE = 1.5, 5
 
 
 def interleaved_medians(
@@ -27,16 +28,27 @@ def interleaved_medians(
     rounds: int = 7,
     budget: float = math.inf,
 ) -> list[float]:
-    """Return the median seconds of each function.
-
-    Each round runs all of them, so that a change of the clock or of the load meets all alike. There
-    are fewer rounds, at least one, if they would take longer than the budget in seconds.
+    """Return the median seconds of each function; see `interleaved_times`.
 
     >>> first, second = interleaved_medians(
     ...     [lambda: sum(range(10)), lambda: sum(range(100_000))], torch.device("cpu")
     ... )
     >>> first < second
     True
+    """
+    return [median(taken) for taken in interleaved_times(runs, device, rounds, budget)]
+
+
+def interleaved_times(
+    runs: Sequence[Callable[[], object]],
+    device: torch.device,
+    rounds: int = 7,
+    budget: float = math.inf,
+) -> list[list[float]]:
+    """Return the seconds of each function in each round.
+
+    Each round runs all of them, so that a change of the clock or of the load meets all alike. There
+    are fewer rounds, at least one, if they would take longer than the budget in seconds.
     """
     once = sum(time_once(run, device) for run in runs)
     calls = [1] * len(runs)
@@ -46,7 +58,21 @@ def interleaved_medians(
     for _ in range(max(1, min(rounds, int(budget / once - 1) if budget < math.inf else rounds))):
         for run, count, taken in zip(runs, calls, times, strict=True):
             taken.append(time_once(run, device, count) / count)
-    return [median(taken) for taken in times]
+    return times
+
+
+def unsteady(seconds: Sequence[float]) -> tuple[float, float] | None:
+    """Return the second fastest and the second slowest round if they differ by half or more.
+
+    Something else uses the machine then. None also for fewer than five rounds, which cannot tell.
+
+    >>> unsteady([1.0, 1.1, 1.2, 1.1, 9.0]), unsteady([1.0, 1.0, 2.0, 3.0, 9.0])
+    (None, (1.0, 3.0))
+    """
+    if len(seconds) < _ROUNDS_TO_JUDGE:
+        return None
+    low, *_, high = sorted(seconds)[1:-1]
+    return (low, high) if high >= _UNSTEADY * low else None
 
 
 def calls_at_once(seconds: float, device: torch.device) -> int:

@@ -101,6 +101,10 @@ def run(
     ] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between samples of tensors.")] = 100,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the summary on stderr as a line of JSON."),
+    ] = False,
 ) -> None:
     """Run an unmodified training script on mezzo, and leave a report.
 
@@ -115,7 +119,14 @@ def run(
     del context
     try:
         pending_script.script = Script.of(
-            script, arguments or [], policy, report, log, every, is_module=module
+            script,
+            arguments or [],
+            policy,
+            report,
+            log,
+            every,
+            is_module=module,
+            as_json=as_json,
         )
     except (MezzoError, OSError) as error:
         fail(error)
@@ -181,7 +192,7 @@ def advise(
     """Time a model at each level and dtype on this machine, and say which to use."""
     advice = _call(factory, mezzo.advise, **({} if gpu is None else {"gpu": gpu}))
     if as_json:
-        print_json(asdict(advice))
+        print_json({"verdict": advice.verdict, **asdict(advice)})
     else:
         typer.echo(str(advice))
 
@@ -288,7 +299,8 @@ def explain(
     target: Annotated[
         str | None,
         typer.Argument(
-            help=f"An op such as softmax, or {_FACTORY} mezzo.lint.", metavar="OP|FACTORY"
+            help=f"An op such as softmax, or {_FACTORY} mezzo.lint: model, sample.",
+            metavar="OP|FACTORY",
         ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16.")] = None,
@@ -329,7 +341,7 @@ def explain(
 
 @app.command(epilog="Example: mezzo convert train:make_model -o model.pt2 --dtype float16")
 def convert(
-    factory: Annotated[str, typer.Argument(help=f"{_FACTORY} mezzo.lint.")],
+    factory: Annotated[str, typer.Argument(help=f"{_FACTORY} mezzo.lint: model, sample.")],
     output: Annotated[
         Path,
         typer.Option(

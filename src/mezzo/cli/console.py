@@ -55,6 +55,11 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(_without_nonfinite(data), indent=2, default=str))
 
 
+def as_line(data: Any) -> str:
+    """Return data as `print_json` prints it, in one line."""
+    return json.dumps(_without_nonfinite(data), default=str)
+
+
 def _without_nonfinite(data: Any) -> Any:
     if isinstance(data, Mapping):
         return {str(name): _without_nonfinite(value) for name, value in data.items()}

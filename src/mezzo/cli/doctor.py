@@ -201,11 +201,16 @@ def _slow_dtypes(machine: Machine) -> Iterator[Note]:
     speeds = Diagnosis(machine, (), ()).speeds
     halves = {name: speed for name, speed in speeds.items() if name in {"float16", "bfloat16"}}
     has_fast = bool(halves) and max(halves.values()) > _FASTER
+    limit = f"{ISA_LIMIT}={machine.isa_limit} limits the instructions"
     for name, speed in halves.items():
-        if speed < _SLOWER:
-            why = machine.device.support(name).reason
-            if machine.isa_limit is not None:
-                why = f"{ISA_LIMIT}={machine.isa_limit} limits the instructions"
+        if _SLOWER <= speed < _FASTER and machine.isa_limit is not None:
+            yield Note(
+                "hint",
+                f"{name} products are no faster than float32 here: {limit}.",
+                f"If mezzo doctor reports no failure without {ISA_LIMIT}, unset it.",
+            )
+        elif speed < _SLOWER:
+            why = machine.device.support(name).reason if machine.isa_limit is None else limit
             yield Note(
                 "hint",
                 f"{name} is {1 / speed:.1f} times slower than float32 here: {why}.",

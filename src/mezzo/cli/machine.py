@@ -24,6 +24,8 @@ WITHOUT_AMX = "AVX512_CORE_FP16"
 
 _REQUIREMENT = re.compile(r"([\w.-]+).*;.*extra == ['\"]([\w-]+)['\"]")
 _FOR_DEVELOPERS = "dev"
+_SAME = {"lightning": "pytorch-lightning"}
+"""Packages, and others that are used in their place if they are installed."""
 
 
 @dataclass(frozen=True)
@@ -136,4 +138,5 @@ def _extras(distributions: Iterable[metadata.Distribution]) -> tuple[Extra, ...]
 
 
 def _is_installed(package: str) -> bool:
-    return next(iter(metadata.distributions(name=package)), None) is not None
+    names = filter(None, (package, _SAME.get(package)))
+    return any(True for name in names for _ in metadata.distributions(name=name))

@@ -17,14 +17,17 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from mezzo._errors import MezzoError, UnsupportedError
+from mezzo.cli.console import as_line
 from mezzo.cli.explain import parse_policy
 from mezzo.cli.rank_logs import Ranks, all_logs, remove_old_logs, wait_for_logs
 from mezzo.cli.script_observer import ScriptObserver
 from mezzo.compat import apex
 from mezzo.compat import torch as torch_dialect
 from mezzo.policy.policy import Policy
+from mezzo.policy.types import Level
 from mezzo.reporting.page import write_report
 from mezzo.reporting.run_data import read_run
+from mezzo.reporting.summary import summary_data
 from mezzo.reporting.verdict import judge
 
 
@@ -43,6 +46,8 @@ class Script:
     every: int
     """Steps between samples of tensors."""
     is_module: bool
+    as_json: bool
+    """Whether stderr gets the summary as one line of JSON, and not as a sentence."""
 
     @classmethod
     def of(
@@ -55,6 +60,7 @@ class Script:
         every: int,
         *,
         is_module: bool,
+        as_json: bool,
     ) -> Self:
         """Check the options; raise before anything of the script runs."""
         if not is_module and not Path(target).is_file():
@@ -77,7 +83,7 @@ class Script:
                     " --log, and make its folder first."
                 )
         parsed = None if policy is None else parse_policy(policy)
-        return cls(target, tuple(arguments), parsed, report, log, every, is_module)
+        return cls(target, tuple(arguments), parsed, report, log, every, is_module, as_json)
 
 
 def run_script(script: Script) -> None:
@@ -88,6 +94,12 @@ def run_script(script: Script) -> None:
     """
     ranks, process, reason = Ranks.from_environment(os.environ), os.getpid(), "stopped"
     remove_old_logs(script.log, ranks)
+    level = None if script.policy is None else script.policy.level
+    if level in (Level.O2, Level.O3) and ranks.rank == 0:
+        _say(
+            f"mezzo: regions have the op rules of {level.value}; parameters stay float32, unless"
+            " the script casts them. mezzo.decorate and mezzo.TrainStep do."
+        )
     torch_dialect.install(policy=script.policy)
     with suppress(UnsupportedError):
         # If Apex itself is there, the script runs on it.
@@ -167,8 +179,14 @@ def _write_report(script: Script, ranks: Ranks, reason: str) -> None:
     try:
         run = read_run(all_logs(script.log, ranks))
         write_report(run, script.report)
-        message = f"{judge(run).sentence} Report: {script.report}"
+        message = f"mezzo: {judge(run).sentence} Report: {script.report}"
+        if script.as_json:
+            message = as_line(summary_data(run) | {"report": str(script.report)})
     except Exception as error:  # noqa: BLE001 - the exit code is the script's
-        message = f"the report could not be written: {error}"
+        message = f"mezzo: the report could not be written: {error}"
+    _say(message)
+
+
+def _say(line: str) -> None:
     with suppress(OSError, ValueError):
-        print(f"mezzo: {message}", file=sys.stderr, flush=True)  # noqa: T201
+        print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -112,7 +112,8 @@ def _curves(comparison: Comparison, field: str) -> Figure | None:
         "xaxis": {"title": {"text": "epoch" if by_epoch else "step"}},
         "yaxis": {"tickformat": ".0%"} if share else {"rangemode": "tozero"},
         "hovermode": "x unified",
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        # Below, because the buttons of a chart are above it.
+        "legend": {"orientation": "h", "y": -0.22, "yanchor": "top", "x": 0},
     }
     return {"data": traces, "layout": layout, "height": _CURVE_HEIGHT + 12 * len(modes)}
 

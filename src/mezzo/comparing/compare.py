@@ -245,6 +245,7 @@ class _Run:
             notes.append(f"float32 takes {base.milliseconds:.3g} ms")
         if run.error is not None:
             notes.append(f"not timed: {one_line(run.error)}")
+        notes += [run.unsteady] if run.unsteady else []
         if not run.milliseconds:
             return replace(result, note="; ".join(notes) or None)
         return replace(

@@ -35,6 +35,7 @@ _CPU_MODES = (Mode.FLOAT32, Mode.TORCH_AMP, Mode.O1, Mode.O2, Mode.CONVERTED)
 _COLUMNS = ("mode", "ms", "× float32", "kept for backward", "casts", "loss", "accuracy")
 """Columns of the table on the terminal; the report has all."""
 
+_PIPE_WIDTH = 120
 _SUMMARY = ("workload", "machine", "float32, ms", "fastest mode", "ms", "× float32", "memory")
 
 
@@ -119,6 +120,9 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 def main(epochs: int = _EPOCHS, report: Path = REPORT) -> None:
     """Compare, print what was found, and write the report."""
     console = _required("rich.console").Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe has no width: nothing is folded.
+        console.width = _PIPE_WIDTH
     stored, facts = stored_results(), hardware()
     console.print("Handwritten digits, one small network, every way to train it\n", style="bold")
     console.print(f"{facts}\n", markup=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from mezzo._casting import tensors_of
 from mezzo._dtypes import dtype_name
 from mezzo._errors import UnsupportedError
 from mezzo.advising.setting_run import Peak, state_bytes
-from mezzo.advising.timing import time_once
+from mezzo.advising.timing import time_once, unsteady
 from mezzo.comparing.comparison import ModeResult
 from mezzo.comparing.modes import Mode, Setting, Training, float32_products, make_training
 from mezzo.comparing.workload import Batch
@@ -234,6 +234,15 @@ class Timed:
     def milliseconds(self) -> float | None:
         """The median over the rounds so far; None if there is none."""
         return 1000 * median(self.seconds) if self.seconds else None
+
+    @property
+    def unsteady(self) -> str | None:
+        """What a note says if the rounds differ a lot."""
+        found = unsteady(self.seconds)
+        if found is None:
+            return None
+        low, high = found
+        return f"unsteady: rounds took from {1000 * low:.3g} to {1000 * high:.3g} ms"
 
     def time(self, device: torch.device) -> None:
         """Time one round."""

@@ -12,6 +12,8 @@ INFERENCE = "converted"
 """The mode whose time is that of a forward pass, not of a training step."""
 _FASTER = 1.03
 """Below this the times of two modes are the same."""
+_ONE_DIGIT = 1.1
+"""Ratios from which on one digit after the point is enough."""
 _LOSS = 0.02
 """A mode trains like float32 if their losses differ by at most this share of the first loss."""
 _ACCURACY = 0.02
@@ -118,8 +120,17 @@ def _fastest(mode: ModeResult, base: ModeResult) -> str:
     times = f"{_time(mode):.2f} ms a step instead of {_time(base):.2f}"
     return (
         f"{_name(mode)} is the fastest mode that trains like float32:"
-        f" {_time(base) / _time(mode):.1f} times as fast ({times})."
+        f" {_number(_time(base) / _time(mode))} times as fast ({times})."
     )
+
+
+def _number(value: float) -> str:
+    """Return a ratio with one digit, or with two where one would be 1.0.
+
+    >>> _number(3.02), _number(1.034)
+    ('3.0', '1.03')
+    """
+    return f"{value:.1f}" if value >= _ONE_DIGIT else f"{value:.2f}"
 
 
 def _slower(mode: ModeResult, base: ModeResult, machine: str) -> str:
@@ -132,8 +143,8 @@ def _slower(mode: ModeResult, base: ModeResult, machine: str) -> str:
     if ratio <= _FASTER:
         return f"float32 and {_name(mode)} take the same time on {machine}."
     return (
-        f"float32 is the fastest mode on {machine}; the next, {_name(mode)}, takes {ratio:.1f}"
-        " times as long."
+        f"float32 is the fastest mode on {machine}; the next, {_name(mode)}, takes"
+        f" {_number(ratio)} times as long."
     )
 
 

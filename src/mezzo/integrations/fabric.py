@@ -9,6 +9,7 @@ model, optimizer = fabric.setup(model, optimizer)
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from types import FrameType
@@ -20,6 +21,9 @@ from torch import nn
 from mezzo._errors import UnsupportedError
 from mezzo.integrations.precision import Optimizer, PrecisionPlugin, import_extra, is_trained
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.plan import PolicyArg
+from mezzo.scaling.gradients import parameters
+from mezzo.step.components import Scaler
 
 _USES_LIGHTNING = "lightning" in sys.modules or (
     "lightning_fabric" not in sys.modules and find_spec("lightning") is not None
@@ -38,7 +42,9 @@ class MezzoFabricPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore
     float16 pass `error_if_nonfinite=False` to it, so that a step can be skipped instead.
 
     Save the plugin with the model: `fabric.save(path, {"model": model, "optimizer": optimizer,
-    "precision": plugin})`. It holds the loss scale. Runs on one device and with the strategy DDP.
+    "precision": plugin})`. It holds the loss scale. Runs on one device, with the strategy DDP, and
+    with ModelParallelStrategy for models that are sharded by FSDP2: there call `setup_module`, then
+    create the optimizer and call `setup_optimizers`, which decorates.
 
     `mezzo.TrainStep(model, loss_fn, optimizer)` of what `setup` returned runs whole steps, as CUDA
     graphs where possible, with the same scaler; pass `clip_norm=` here.
@@ -53,12 +59,20 @@ class MezzoFabricPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore
     'mezzo-O2'
     """
 
+    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
+        super().__init__(policy, scaler=scaler, **options)
+        self._sharded: list[nn.Module] = []
+        """Models that a strategy shards."""
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Decorate a model with the optimizers that were passed to `fabric.setup` with it."""
         # Fabric passes the model only, and a strategy such as DDP wraps it right afterwards.
         fabric, optimizers, moves = _setup_call(sys._getframe(1))
         if fabric is not None:
             _refuse_strategy(fabric.strategy)
+            if isinstance(fabric.strategy, _strategies.ModelParallelStrategy):
+                self._decorate_with_shards(fabric, module)
+                return module
             if moves and decoration_of(module) is None:
                 fabric.to_device(module)
         is_alone = not optimizers and decoration_of(module) is None
@@ -73,6 +87,25 @@ class MezzoFabricPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore
         else:
             self._shared.evaluate(module)
         return module
+
+    def _decorate_with_shards(self, fabric: Any, module: nn.Module) -> None:
+        """Decorate a model that the strategy shards next, once its optimizers are set up.
+
+        They are created from the shards, and Fabric does not pass them to the plugin.
+        """
+        if decoration_of(module) is not None:
+            raise UnsupportedError(
+                "The model is decorated already, and ModelParallelStrategy shards it now. Leave out"
+                " mezzo.decorate: fabric.setup_optimizers decorates the model after it is sharded."
+            )
+        self._shared.evaluate(module)
+        self._sharded.append(module)
+
+        def setup_optimizers(*optimizers: Optimizer) -> Any:
+            self._shared.decorate(_models_of(optimizers, self._sharded), optimizers)
+            return type(fabric).setup_optimizers(fabric, *optimizers)
+
+        vars(fabric)["setup_optimizers"] = setup_optimizers
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the autocast region that the model runs in."""
@@ -115,11 +148,22 @@ def _setup_call(frame: FrameType) -> tuple[Any, list[Optimizer], bool]:
     return values["self"], list(values.get("optimizers", ())), bool(values.get("move_to_device"))
 
 
-def _refuse_strategy(strategy: Any) -> None:
-    supported = (_strategies.SingleDeviceStrategy, _strategies.DDPStrategy)
-    if not isinstance(strategy, supported):
+def _models_of(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the models with a parameter of an optimizer."""
+    held = {id(one) for optimizer in optimizers for one in parameters(optimizer)}
+    found = [model for model in models if any(id(one) in held for one in model.parameters())]
+    if not found:
         raise UnsupportedError(
-            f"MezzoFabricPrecision does not run with {type(strategy).__name__}. Use one device or"
-            " strategy='ddp'; or shard with torch's fully_shard, create the optimizer, and call"
-            " mezzo.decorate(model, optimizer, ...) without a plugin."
+            "The optimizer has no parameter of a model that is sharded. Create it after"
+            " model = fabric.setup_module(model), from model.parameters()."
+        )
+    return found
+
+
+def _refuse_strategy(strategy: Any) -> None:
+    supported = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+    if not isinstance(strategy, tuple(getattr(_strategies, name) for name in supported)):
+        raise UnsupportedError(
+            f"MezzoFabricPrecision does not run with {type(strategy).__name__}. Use one device,"
+            " strategy='ddp', or ModelParallelStrategy with fully_shard in its parallelize_fn."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import defaultdict
@@ -142,11 +143,16 @@ class RunData:
 
     @cached_property
     def skips(self) -> tuple[Skip, ...]:
-        """The skipped steps of all ranks, by step; one that all ranks skipped is listed once."""
+        """The skipped steps of all ranks, by step; one that all ranks skipped is listed once.
+
+        That is with the rank whose loss was not finite, if one was: it made the others skip.
+        """
         found: dict[tuple[int, str | None], Skip] = {}
         for one in self.ranks:
             for skip in one.skips:
-                found.setdefault((skip.step, skip.parameter), skip)
+                first = found.setdefault((skip.step, skip.parameter), skip)
+                if _is_bad(skip.loss) and not _is_bad(first.loss):
+                    found[skip.step, skip.parameter] = skip
         return tuple(sorted(found.values(), key=lambda skip: (skip.step, skip.rank)))
 
     def with_records(self, lines: Iterable[Line]) -> RunData:
@@ -211,6 +217,10 @@ def _lines_of_run(run: Any) -> list[dict[str, Any]]:
         TensorsRecord(step=last, which=which, stats=stats) for which, stats in run.numerics.items()
     ]
     return [one.to_json() for one in records]
+
+
+def _is_bad(loss: float | None) -> bool:
+    return loss is not None and not math.isfinite(loss)
 
 
 def _by_kind(lines: Iterable[Line]) -> RankLog:

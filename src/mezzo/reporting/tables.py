@@ -202,7 +202,9 @@ def event_table(run: RunData) -> Table:
 def _fields(fields: Any) -> str:
     if not isinstance(fields, Mapping):
         return str(fields or "")
-    return ", ".join(f"{name}: {value}" for name, value in fields.items())
+    return ", ".join(
+        f"{name}: {value}" for name, value in fields.items() if value not in ("", None)
+    )
 
 
 def _total(rows: Iterable[Line], name: str) -> float:

@@ -19,6 +19,10 @@ _IN_A_ROW = 10
 _UNDERFLOW = 0.25
 """Share of a layer's gradient values that underflow above which it is named."""
 _WINDOW = 20
+_TRACE = (
+    "mezzo.trace_overflow(model, batch, loss_fn) finds the op that overflowed, its line, and a"
+    " policy that cures it."
+)
 _NO_16_BITS = frozenset({"float32", "float64"})
 
 
@@ -57,10 +61,13 @@ def _without_steps(run: RunData) -> Verdict:
 
 
 def _judge_steps(run: RunData) -> Verdict:
-    failures = [*_ends(run), *_collapse(run), *_bad_loss(run), *_findings(run)]
+    overflows, findings = [*_collapse(run), *_bad_loss(run)], _findings(run)
+    failures = [*_ends(run), *overflows, *findings]
     odd_skips = _odd_skips(run)
     concerns = [*odd_skips, *_underflow(run), *_lint(run)]
     comforts = [*([] if odd_skips else [_skip_sentence(run)]), *_loss_sentence(run)]
+    if (overflows or odd_skips) and not findings:
+        comforts.append(_TRACE)
     what = f"{run.steps:,} step{'' if run.steps == 1 else 's'} in {run.dtype or 'an unknown dtype'}"
     if failures:
         return Verdict(Status.BAD, failures[0], (*failures[1:], *concerns, *comforts))
@@ -120,18 +127,21 @@ def _collapse(run: RunData) -> list[str]:
 
 def _bad_loss(run: RunData) -> list[str]:
     bad = [
-        line
-        for line in run.of("step")
+        (step_of(line) or 0, one.rank, line)
+        for one in run.ranks
+        for line in one.of("step")
         if (loss := number(line.get("loss"))) is not None and not math.isfinite(loss)
     ]
     if not bad:
         return []
-    first = bad[0]
-    kept = [line for line in bad if line.get("skipped") is not True]
+    step, rank, first = min(bad, key=lambda found: found[:2])
+    where = f"step {step}" + (f" on rank {rank}" if run.world_size > 1 else "")
+    steps = {number for number, *_ in bad}
+    kept = {number for number, _, line in bad if line.get("skipped") is not True}
     name = "NaN" if math.isnan(number(first.get("loss")) or 0.0) else "infinite"
     fate = f"{len(kept)} applied to the weights" if kept else "all skipped"
-    count = "1 such step" if len(bad) == 1 else f"{len(bad)} such steps"
-    return [f"The loss was {name} at step {first.get('step')} ({count}, {fate})."]
+    count = "1 such step" if len(steps) == 1 else f"{len(steps)} such steps"
+    return [f"The loss was {name} at {where} ({count}, {fate})."]
 
 
 def _findings(run: RunData) -> list[str]:
@@ -216,4 +226,5 @@ def _loss_sentence(run: RunData) -> list[str]:
     window = max(1, min(_WINDOW, len(losses) // 4))
     first, last = sum(losses[:window]) / window, sum(losses[-window:]) / window
     verb = "fell" if last < first else "rose"
-    return [f"The loss {verb} from {first:.4g} to {last:.4g}."]
+    means = f", means of {window} steps" if window > 1 else ""
+    return [f"The loss {verb} from {first:.4g} to {last:.4g}{means}."]
