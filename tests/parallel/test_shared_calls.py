@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mezzo
 from mezzo._torch import communication_hooks, group_timeout, renew_reducer, reset_fsdp
 from mezzo.parallel.ddp import Replicas
-from mezzo.parallel.host_group import HostGroup
+from mezzo.parallel.process_groups import HostGroup
 from mezzo.prepare.sharding import sharding_obstacle
 from mezzo.step import capture
 from mezzo.step.capture import CaptureRunner

@@ -12,7 +12,7 @@ import torch
 
 from mezzo import _events
 from mezzo._torch import dispatch_mode_count, reset_fsdp, shards
-from mezzo.parallel.group_shutdown import drop_before_shutdown
+from mezzo.parallel.process_groups import drop_before_shutdown
 from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
 from mezzo.scaling.mesh import any_sharded

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from mezzo.parallel.host_group import HostGroup
+from mezzo.parallel.process_groups import HostGroup
 from mezzo.scaling.mesh import mesh_of
 from mezzo.step.components import StepComponents
 from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound

@@ -8,7 +8,7 @@ from typing import Any
 
 from mezzo._dtypes import dtype_name
 from mezzo._torch import communication_hooks
-from mezzo.parallel.agreement import check_agreement
+from mezzo.parallel.process_groups import check_agreement
 from mezzo.prepare.arguments import Optimizer
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
