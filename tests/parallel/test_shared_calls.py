@@ -27,8 +27,8 @@ from mezzo.parallel.process_groups import HostGroup
 from mezzo.prepare.sharding import sharding_obstacle
 from mezzo.step import capture
 from mezzo.step.capture import CaptureRunner
-from mezzo.step.eager_runner import EagerRunner
 from mezzo.step.replay_timing import ReplayTiming
+from mezzo.step.runners import EagerRunner
 
 SCENARIOS = {}
 WARM_UP = 4
