@@ -65,7 +65,7 @@ ALLOWED_WRITES = {
     "compat/torch/_autocast.py": {"decorated": "a mark on a function, which torch.jit reads"},
     "integrations/accelerate.py": {"target._mezzo": _ACCELERATOR, "target.scaler": _ACCELERATOR},
     "observing/attach.py": {"owner": _PATCHED, "self._owner": _PATCHED},
-    "parallel/group_shutdown.py": {"distributed.ProcessGroup": _PATCHED},
+    "parallel/process_groups.py": {"distributed.ProcessGroup": _PATCHED},
     "prepare/rollback.py": {"parameter": "the gradient of a parameter"},
     "scaling/schedule_sync.py": {"one": "the class of a scheduler or an optimizer of the user"},
 }

@@ -45,13 +45,12 @@ if typing.TYPE_CHECKING:
     from mezzo.observing.trace_overflow import Overflow, trace_overflow
     from mezzo.optim.grad_norm import grad_norm
     from mezzo.optim.optimizers import LAMB, Lion
-    from mezzo.parallel.sharded_state import RunState
-    from mezzo.prepare.checkpoint import load_checkpoint, save_checkpoint
+    from mezzo.prepare.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
     from mezzo.prepare.decorate import decorate, undecorate
     from mezzo.prepare.ema import EMA
-    from mezzo.prepare.latest_checkpoint import latest_checkpoint
     from mezzo.prepare.master_params import master_params
     from mezzo.prepare.plan import Plan, plan
+    from mezzo.prepare.run_state import RunState
     from mezzo.reporting.loggers import CSVLogger, WandbLogger, write_log
     from mezzo.reporting.page import write_report
     from mezzo.reporting.tensorboard import TensorBoardLogger
@@ -91,16 +90,16 @@ _IMPORTED_LATE = {
     "grad_norm": "mezzo.optim.grad_norm",
     "LAMB": "mezzo.optim.optimizers",
     "Lion": "mezzo.optim.optimizers",
-    "RunState": "mezzo.parallel.sharded_state",
+    "latest_checkpoint": "mezzo.prepare.checkpoint",
     "load_checkpoint": "mezzo.prepare.checkpoint",
     "save_checkpoint": "mezzo.prepare.checkpoint",
     "decorate": "mezzo.prepare.decorate",
     "undecorate": "mezzo.prepare.decorate",
     "EMA": "mezzo.prepare.ema",
-    "latest_checkpoint": "mezzo.prepare.latest_checkpoint",
     "master_params": "mezzo.prepare.master_params",
     "Plan": "mezzo.prepare.plan",
     "plan": "mezzo.prepare.plan",
+    "RunState": "mezzo.prepare.run_state",
     "CSVLogger": "mezzo.reporting.loggers",
     "WandbLogger": "mezzo.reporting.loggers",
     "write_log": "mezzo.reporting.loggers",

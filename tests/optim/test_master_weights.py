@@ -12,9 +12,9 @@ from support.patterns import any_bits, edges, same_bits
 from torch import nn
 
 from mezzo import PolicyError
+from mezzo.optim.companion import SAMPLES, matches_sample, sample_spacing, sampled
 from mezzo.optim.master_formats import RandomDraw
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.optim.samples import SAMPLES, matches_sample, sample_spacing, sampled
 
 HALF = torch.bfloat16
 EXACT = ["float32", "split"]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.parallel.agreement import check_agreement, disagreement
+from mezzo.parallel.process_groups import check_agreement, disagreement
 
 SCENARIOS = {}
 ROWS = 8

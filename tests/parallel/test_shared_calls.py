@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 import mezzo
 from mezzo._torch import communication_hooks, group_timeout, renew_reducer, reset_fsdp
 from mezzo.parallel.ddp import Replicas
-from mezzo.parallel.host_group import HostGroup
+from mezzo.parallel.process_groups import HostGroup
 from mezzo.prepare.sharding import sharding_obstacle
 from mezzo.step import capture
 from mezzo.step.capture import CaptureRunner
-from mezzo.step.eager_runner import EagerRunner
 from mezzo.step.replay_timing import ReplayTiming
+from mezzo.step.runners import EagerRunner
 
 SCENARIOS = {}
 WARM_UP = 4

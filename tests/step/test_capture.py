@@ -26,7 +26,7 @@ from mezzo.step.capture_obstacles import (
 )
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import failure_reason
-from mezzo.step.eager_runner import EagerRunner
+from mezzo.step.runners import EagerRunner
 
 
 @pytest.fixture

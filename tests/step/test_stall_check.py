@@ -15,7 +15,7 @@ from support.step_models import Made, batches, boosted, same, weights
 import mezzo
 from mezzo import _events
 from mezzo.scaling import capture
-from mezzo.step.eager_runner import EagerRunner
+from mezzo.step.runners import EagerRunner
 
 
 def eager_step(made, **kwargs):

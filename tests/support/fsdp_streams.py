@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mezzo
-from mezzo.parallel.host_group import HostGroup
+from mezzo.parallel.process_groups import HostGroup
 
 CALLS = 18
 RANKS = 4

@@ -15,12 +15,11 @@ from torch import nn
 
 from mezzo.optim.attach import bind_optimizer
 from mezzo.optim.binding import OptimizerBinding
-from mezzo.optim.companion import KEYS
+from mezzo.optim.companion import KEYS, sampled
 from mezzo.optim.fused_launch import BLOCK, CHUNK
 from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.optimizers import LAMB, Lion
-from mezzo.optim.samples import sampled
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),

@@ -11,8 +11,8 @@ import torch
 
 from mezzo.advising.model_sizes import ROOT, ModelSizes, Weight
 from mezzo.advising.optimizer_states import OptimizerStates
+from mezzo.optim.companion import sample_size
 from mezzo.optim.master_formats import MASTER_FORMATS
-from mezzo.optim.samples import sample_size
 from mezzo.policy.types import Master, ParsedEnum
 from mezzo.prepare.sharding import casts_shards
 

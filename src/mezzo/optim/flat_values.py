@@ -12,8 +12,8 @@ import torch
 
 from mezzo._launch import is_dense
 from mezzo._torch import foreach_copy_
+from mezzo.optim.companion import sampled
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.optim.samples import sampled
 
 _SMALL = 2**16
 """Tensors with fewer elements are copied and selected together, larger ones one by one: a launch

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from mezzo import _launch
+from mezzo.optim.companion import SAMPLES
 from mezzo.optim.fused_algorithms import Algorithm
 from mezzo.optim.fused_tables import Launch
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.optim.samples import SAMPLES
 
 BLOCK = 512
 """Elements that a program updates at a time. AdamW over a billion parameters takes 7.1, 7.1 and 7.7

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mezzo import _launch
+from mezzo.optim.companion import sample_spacing
 from mezzo.optim.fused_algorithms import Algorithm, Group
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.optim.samples import sample_spacing
 from mezzo.policy.types import Master
 from mezzo.scaling.mesh import ProcessMesh, first_element, local, local_gradients, local_tensors
 from mezzo.scaling.schedule_sync import groups_of

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from mezzo.optim.companion import Companion
+from mezzo.optim.companion import Companion, sampled
 from mezzo.optim.master_formats import MASTER_FORMATS, MasterFormat, RandomDraw, float32_values
-from mezzo.optim.samples import sampled
 from mezzo.policy.types import Master
 from mezzo.scaling.mesh import any_sharded, is_sharded, local, set_local, sharded_like
 

@@ -1,13 +1,14 @@
-"""`mezzo.save_checkpoint` and `mezzo.load_checkpoint`: a whole training run."""
+"""`mezzo.save_checkpoint`, `load_checkpoint` and `latest_checkpoint`: whole training runs."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from mezzo._errors import CheckpointError
 from mezzo.optim.state_dict import without_masters
 from mezzo.prepare import (
     checkpoint_checks,
+    checkpoint_file,
     checkpoint_folder,
     checkpoint_parts,
     ranks,
@@ -30,40 +32,11 @@ from mezzo.prepare.arguments import (
     optimizers_of,
     unwrapped,
 )
-from mezzo.prepare.checkpoint_parts import FilePath
-from mezzo.prepare.decoration import (
-    Accumulating,
-    Decoration,
-    decoration_of,
-    has_exact_masters,
-)
+from mezzo.prepare.checkpoint_parts import FORMAT, FilePath
+from mezzo.prepare.decoration import Decoration, decoration_of, has_exact_masters
 from mezzo.prepare.model_state_dict import decorations_of, exact_state_dict
 from mezzo.prepare.rollback import rolled_back_on_error
-
-
-@runtime_checkable
-class Step(Accumulating, Protocol):
-    """The part of a training step that checkpoints use."""
-
-    @property
-    def models(self) -> tuple[nn.Module, ...]:
-        """The models, without wrappers."""
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, ...]:
-        """The optimizers."""
-
-    def run_state(self) -> dict[str, Any]:
-        """Return scaler, schedulers and counters. Raises with accumulated gradients."""
-
-    def load_run_state(self, state: dict[str, Any]) -> None:
-        """Continue from the counters, scaler and schedulers of a saved step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to continue."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state. A state that does not fit raises before anything changes."""
+from mezzo.prepare.run_state import Step
 
 
 def save_checkpoint(
@@ -394,3 +367,54 @@ def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict
     """Return an optimizer's state, without masters if these models are saved with exact values."""
     state = optimizer.state_dict()
     return without_masters(state) if has_exact_masters(optimizer, models) else state
+
+
+# -- find the last checkpoint ----------------------------------------------------------------------
+
+
+def latest_checkpoint(folder: FilePath) -> Path | None:
+    """Return the checkpoint in a folder that was saved last; None if there is none.
+
+    What is not complete is left out: a save that was interrupted, a file that is being copied.
+    Other files are left out too. Of checkpoints that were saved at the same time, the one with the
+    larger number in its name counts as later.
+
+    Args:
+        folder: The folder that holds the files or folders of `save_checkpoint`. It need not exist.
+
+    >>> import mezzo, tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for step in (9, 10):
+    ...         mezzo.save_checkpoint(f"{folder}/{step}.pt", torch.nn.Linear(1, 1))
+    ...     mezzo.latest_checkpoint(folder).name
+    '10.pt'
+    """
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{str(path)!r} is a file. Pass the folder that holds checkpoints.")
+    entries = path.iterdir() if path.is_dir() else ()
+    for entry in sorted(filter(_is_visible, entries), key=_age, reverse=True):
+        if _is_complete(entry):
+            return entry
+    return None
+
+
+def _is_visible(entry: Path) -> bool:
+    return not entry.name.startswith(".")
+
+
+def _age(entry: Path) -> tuple[int, list[int], str]:
+    """Return when an entry was written, and the numbers in its name."""
+    numbers = [int(one) for one in re.findall(r"\d+", entry.name)]
+    try:
+        return entry.stat().st_mtime_ns, numbers, entry.name
+    except OSError:
+        # Removed since the folder was listed.
+        return 0, numbers, entry.name
+
+
+def _is_complete(entry: Path) -> bool:
+    if not entry.is_file():
+        return checkpoint_folder.is_complete(entry)
+    with entry.open("rb") as file:
+        return checkpoint_file.is_complete(file, FORMAT)

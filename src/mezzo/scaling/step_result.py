@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +74,15 @@ class StepResult:
         else:
             outcome = "skipped" if self._skipped else "stepped"
         return f"StepResult({outcome}, value={self.value!r})"
+
+
+def first_nonfinite(results: Iterable[StepResult | None]) -> str | None:
+    """Return the first parameter with a non-finite gradient in the steps of an update, by name.
+
+    None among the results is a step without a scaler. This synchronizes.
+    """
+    names = (result.first_nonfinite for result in results if result is not None)
+    return next((name for name in names if name is not None), None)
 
 
 class ParameterNames:

@@ -15,13 +15,12 @@ from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.components import Capture, StepComponents
-from mezzo.step.eager_runner import Runner
 from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics
 from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
-from mezzo.step.runners import agreed_runner, runner_for
-from mezzo.step.shared_settings import check_shared_settings
+from mezzo.step.rank_agreement import check_shared_settings
+from mezzo.step.runners import Runner, agreed_runner, runner_for
 from mezzo.step.step_history import StepHistory
 from mezzo.step.step_state import (
     load_run_state,

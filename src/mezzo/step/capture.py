@@ -12,21 +12,21 @@ import torch
 
 from mezzo import _events
 from mezzo._torch import dispatch_mode_count, reset_fsdp, shards
-from mezzo.parallel.group_shutdown import drop_before_shutdown
+from mezzo.parallel.process_groups import drop_before_shutdown
 from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
 from mezzo.scaling.mesh import any_sharded
+from mezzo.scaling.step_result import first_nonfinite
 from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CaptureFailed, keeps_autograd_graph, release_frames
-from mezzo.step.eager_runner import first_nonfinite
 from mezzo.step.executor import AccumulationPhase, StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
 from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
 from mezzo.step.module_buffers import module_modes
+from mezzo.step.rank_agreement import CallState, shared_calls
 from mezzo.step.replay_timing import ReplayTiming
-from mezzo.step.shared_calls import CallState, shared_calls
 from mezzo.step.stall_check import StallCheck
 
 _WARM_UP = 3
@@ -458,7 +458,9 @@ class CaptureRunner:
 
     def first_nonfinite(self) -> str | None:
         """Return the name of the parameter with the last non-finite gradient, if it is known."""
-        return self._stall_check.source.name() if self.captured else first_nonfinite(self._executor)
+        if self.captured:
+            return self._stall_check.source.name()
+        return first_nonfinite(self._executor.results)
 
     @property
     def captured(self) -> bool:

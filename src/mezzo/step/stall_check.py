@@ -21,7 +21,7 @@ from mezzo.scaling.gradients import is_finite, parameters
 from mezzo.scaling.step_result import NO_SOURCE, KnownSource, NonfiniteSource
 from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call
-from mezzo.step.shared_calls import process_groups
+from mezzo.step.rank_agreement import process_groups
 
 LIMIT = 3
 """Consecutive skipped updates that cause a check."""
