@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -82,6 +83,24 @@ def test_a_model_that_computes_its_loss_takes_every_container_alone(kind):
     losses = trained(CONTAINERS[kind](one=ONE, two=TWO), model_class=WithLoss, loss_fn=None)
     assert losses == trained(ONE, TWO, model_class=WithLoss, loss_fn=None)
     assert losses[2] < losses[0]
+
+
+class Renamed(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class TwoBefore(NamedTuple):
+    two: torch.Tensor
+    one: torch.Tensor
+
+
+def test_the_names_of_a_named_tuple_count_if_they_are_those_of_the_model():
+    assert trained(Renamed(ONE, TWO), TARGET) == EXPECTED
+    assert trained(TwoBefore(one=ONE, two=TWO), TARGET) == EXPECTED
+    step = make_step()
+    by_name = mezzo.EvalStep(step.model)(TwoBefore(one=ONE, two=TWO))
+    assert torch.equal(by_name, mezzo.EvalStep(step.model)(ONE, TWO))
 
 
 def test_keywords_go_to_the_model():
