@@ -12,7 +12,12 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo._torch import DisableTorchFunction, after_backward, is_functorch_tensor
+from mezzo._torch import (
+    DisableTorchFunction,
+    after_backward,
+    current_autograd_node,
+    is_functorch_tensor,
+)
 from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.records import Record, TensorsRecord, TensorStats
 from mezzo.observing.tensor_stats import (
@@ -148,6 +153,9 @@ class NumericsCollector:
     def _watch(self, name: str, module: nn.Module) -> None:
         # The signature of a forward hook.
         def add_outputs(_: nn.Module, _inputs: Any, outputs: Any) -> None:
+            if current_autograd_node() is not None:
+                # Computed again by a checkpoint.
+                return
             for index, tensor in enumerate(_tensors(outputs)):
                 # Its values end with the transform that it belongs to.
                 if is_functorch_tensor(tensor):
