@@ -130,6 +130,28 @@ def test_a_model_that_can_only_take_a_container_whole_gets_it(batch):
     assert mezzo.EvalStep(step.model)(batch).shape == (3, 2)
 
 
+def test_a_name_that_the_model_does_not_have_is_refused():
+    class One(Two):
+        def forward(self, one, two=TWO):
+            return super().forward(one, two)
+
+    batch = {"one": ONE, "index": torch.arange(3)}
+    step = make_step(One)
+    with pytest.raises(mezzo.PolicyError, match=r"One.forward\(\) has no parameter 'index'"):
+        step(batch, TARGET)
+    with pytest.raises(mezzo.PolicyError, match="Leave it out of the batch"):
+        mezzo.EvalStep(step.model)(batch)
+    assert step.updates == 0
+
+
+def test_a_batch_in_a_tuple_is_passed_whole_whatever_its_names_are():
+    class Named(Two):
+        def forward(self, one):
+            return super().forward(one["one"], one["two"])
+
+    assert trained(({"one": ONE, "two": TWO},), TARGET, model_class=Named) == EXPECTED
+
+
 def test_a_list_is_one_input():
     assert make_step(Whole)([ONE, TWO], TARGET).shape == ()
 
