@@ -31,6 +31,8 @@ _NUMBERS = 10
 _LOWEST = -150
 """Exponent of the first bin; values of float64 beyond the bins are counted in the last ones."""
 _BINS = 280
+_UNKNOWN = -1.0
+"""Largest magnitude of a tensor that is sampled as a whole."""
 _BLOCK = 256
 """Tensors whose statistics are computed together, which bounds the memory that this needs."""
 
@@ -39,14 +41,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class SampledTensor(NamedTuple):
-    """A sample of a tensor's values, and the largest magnitude of all of them."""
+    """A sample of a tensor's values, and what the sample does not show."""
 
     values: torch.Tensor
     """In the dtype of the tensor, one-dimensional."""
-    largest: torch.Tensor
-    """NaN if one value is; infinite if one is."""
     numel: int
     dtype: torch.dtype
+    largest: torch.Tensor | None = None
+    """Largest magnitude of all values, NaN if one is; None if it is that of the sample."""
     lost: torch.Tensor | None = None
     """Of updates: how many values had a gradient, how many of these stayed as they were; how many
     master weights changed, and of how many of these the 16-bit parameter stayed as it was."""
@@ -103,16 +105,16 @@ def sample_all(
     here = [local(one) for one in tensors]
     values = copied([places_of(*one) for one in zip(here, likes or here, strict=True)])
     return [
-        SampledTensor(value, largest, one.numel(), one.dtype)
+        SampledTensor(value, one.numel(), one.dtype, largest)
         for value, largest, one in zip(values, _largest(here), here, strict=True)
     ]
 
 
 def sample(tensor: torch.Tensor) -> SampledTensor:
-    """Sample one tensor, by two launches, where others cannot wait for it."""
+    """Sample one tensor, by two launches at most, where others cannot wait for it."""
     here = local(tensor.detach())
-    largest = torch.linalg.vector_norm(here, torch.inf) if here.numel() else here.new_zeros(())
-    return SampledTensor(places_of(here).clone(), largest, here.numel(), here.dtype)
+    largest = torch.linalg.vector_norm(here, torch.inf) if here.numel() > SAMPLE else None
+    return SampledTensor(places_of(here).clone(), here.numel(), here.dtype, largest)
 
 
 def sample_updates(update: Update) -> list[SampledTensor]:
@@ -127,13 +129,9 @@ def sample_updates(update: Update) -> list[SampledTensor]:
         changed & (update.stored_before == update.stored_after),
     ]
     return [
-        SampledTensor(change, largest, local(one).numel(), one.dtype, lost)
-        for change, largest, one, lost in zip(
-            changes,
-            _largest(changes),
-            update.parameters,
-            _sums(torch.stack(flags), update.sizes),
-            strict=True,
+        SampledTensor(change, local(one).numel(), one.dtype, lost=lost)
+        for change, one, lost in zip(
+            changes, update.parameters, _sums(torch.stack(flags), update.sizes), strict=True
         )
     ]
 
@@ -177,16 +175,16 @@ def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
     return list(places.values())
 
 
-def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the largest magnitude of each tensor: NaN if one value is, infinite if one is."""
-    largest: dict[int, torch.Tensor] = {}
-    for places in grouped(one.dtype for one in tensors):
-        # An empty tensor has no largest magnitude.
-        filled = [
-            one if one.numel() else one.new_zeros(1) for one in map(tensors.__getitem__, places)
-        ]
-        largest.update(zip(places, foreach_norm(filled, ord=torch.inf), strict=True))
-    return [largest[place] for place in range(len(tensors))]
+def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the largest magnitude of each tensor that is not sampled as a whole."""
+    large = [place for place, one in enumerate(tensors) if one.numel() > SAMPLE]
+    largest: list[torch.Tensor | None] = [None] * len(tensors)
+    for group in grouped(tensors[place].dtype for place in large):
+        places = [large[index] for index in group]
+        norms = foreach_norm([tensors[place] for place in places], ord=torch.inf)
+        for place, norm in zip(places, norms, strict=True):
+            largest[place] = norm
+    return largest
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -275,7 +273,7 @@ def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
     ]
     rows = [
         _lost(samples, device),
-        _largest_column(samples),
+        _largest_column(samples, device),
         torch.stack([values.isnan(), finite]).sum(2).T,
         torch.stack(columns, 1),
         histogram.view(-1, _BINS),
@@ -295,9 +293,13 @@ def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     return flat.view(-1, width)
 
 
-def _largest_column(samples: Sequence[SampledTensor]) -> torch.Tensor:
-    runs = groupby((one.largest for one in samples), lambda one: one.dtype)
-    return torch.cat([torch.stack(list(run)).double() for _, run in runs])[:, None]
+def _largest_column(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
+    columns = []
+    for dtype, run in groupby(samples, lambda one: one.values.dtype):
+        none = torch.full((), _UNKNOWN, dtype=dtype, device=device)
+        largest = [none if one.largest is None else one.largest for one in run]
+        columns.append(torch.stack(largest).double())
+    return torch.cat(columns)[:, None]
 
 
 def _lost(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
@@ -315,14 +317,17 @@ def _stats(
 ) -> TensorStats:
     had_gradient, lost, changed, lost_half = row[:4]
     largest, nan, finite, smallest_value, largest_value, norm = row[4:]
+    nan, inf = nan - (width - sampled), width - nan - finite
+    if largest == _UNKNOWN:
+        largest = _largest_of(smallest_value, largest_value, nan=nan, inf=inf, finite=finite)
     lowest, limit = _range(dtype)
     small = sum(number for exponent, number in histogram if exponent < lowest)
     return TensorStats(
         dtype=dtype_name(dtype),
         count=count,
         sampled=sampled,
-        nan=max(int(nan) - (width - sampled), int(isnan(largest))),
-        inf=max(int(width - nan - finite), int(largest == float("inf"))),
+        nan=max(int(nan), int(isnan(largest))),
+        inf=max(int(inf), int(largest == float("inf"))),
         zero=int(finite) - sum(number for _, number in histogram),
         min=smallest_value if finite else None,
         max=largest_value if finite else None,
@@ -333,6 +338,13 @@ def _stats(
         lost=lost / had_gradient if had_gradient > 0 else None,
         lost_half=lost_half / changed if changed > 0 and dtype.itemsize == 2 else None,  # noqa: PLR2004
     )
+
+
+def _largest_of(smallest: float, largest: float, *, nan: float, inf: float, finite: float) -> float:
+    """Return the largest magnitude in a sample: NaN if there is one, infinite if there is one."""
+    if nan or inf:
+        return float("nan" if nan else "inf")
+    return max(-smallest, largest) if finite else 0.0
 
 
 @cache
