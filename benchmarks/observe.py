@@ -1,4 +1,4 @@
-"""What `mezzo.observe` costs a captured step: all the time, and with a sample every 100 steps.
+"""What `mezzo.observe` costs a captured step: all the time, and with samples.
 
 Run it with `python benchmarks/observe.py`, or in parts with `--only mlp gpt`: stored rows of the
 other models are kept.
@@ -18,16 +18,19 @@ from step import CASES, Case, Step, with_mezzo
 import mezzo
 
 PLAIN, ALWAYS, SAMPLED = "not observed", "observed", "sampled every 100 steps"
+DEFAULT = "sampled by default"
 MODELS = ("mlp", "imagenet", "gpt")
 SETTLED = 1100
 """Steps before the time is taken on the MLP: the log has every one of the first 1000."""
 
 
-def observed(case: Case, folder: str, *, numerics: bool) -> tuple[Step, mezzo.Run]:
+def observed(
+    case: Case, folder: str, *, numerics: bool, every: int | None = 100
+) -> tuple[Step, mezzo.Run]:
     """Set up a captured step that is observed, with a log."""
     run, step = with_mezzo(case)
-    path = Path(folder) / f"{'sampled' if numerics else 'always'}.jsonl"
-    watch = mezzo.observe(step, log=path, every=100, numerics=numerics)
+    path = Path(folder) / f"{'sampled' if numerics else 'always'} {every}.jsonl"
+    watch = mezzo.observe(step, log=path, every=every, numerics=numerics)
     for _ in range(12):
         run()
     if not step.captured:
@@ -60,7 +63,9 @@ def rows_of(name: str, rounds: int) -> list[Row]:
         print(first, second.numerics, sep="\n")
         first.stop()
         second.stop()
-    rows = [_always_row(name, case, times), _sampled_row(case, times)]
+        rows = [_always_row(name, case, times), _sampled_row(case, times)]
+        if name == "mlp":
+            rows.append(_default_row(case, plain, folder))
     print(*rows, sep="\n", flush=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -78,6 +83,16 @@ def _always_row(name: str, case: Case, times: dict[str, float]) -> Row:
 def _sampled_row(case: Case, times: dict[str, float]) -> Row:
     ratio = times[f"{SAMPLED}, 100 steps"] / times[f"{PLAIN}, 100 steps"]
     return Row(f"observe, {case.name}, sampled every 100 steps", times, ratio, "×", 1.02)
+
+
+def _default_row(case: Case, plain: Step, folder: str) -> Row:
+    """Measure many steps at a time, of which a few are sampled."""
+    default, watch = observed(case, folder, numerics=True, every=None)
+    times = take_turns({PLAIN: plain, DEFAULT: default}, calls=30_000, rounds=5, device="cuda")
+    print(f"one step in {watch.every} is sampled")
+    watch.stop()
+    ratio = times[DEFAULT] / times[PLAIN]
+    return Row(f"observe, {case.name}, sampled by default", times, ratio, "×", 1.02)
 
 
 def main() -> None:

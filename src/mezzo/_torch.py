@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -183,6 +184,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     },
     "static programs": {
         "DisableTorchFunctionSubclass": "torch._C.DisableTorchFunctionSubclass",
+    },
+    "statistics of ops without those of the observer": {
+        "DisableTorchDispatch": "torch._C._DisableTorchDispatch",
     },
     "sampling of activations": {
         "DisableTorchFunction": "torch._C.DisableTorchFunction",
@@ -382,6 +386,7 @@ _SUBSTITUTES: dict[str, Any] = {
     **{f"foreach_{name}": _one_by_one(name) for name in _FOREACH},
     "function_mode_count": _no_modes,
     "dispatch_mode_count": _no_modes,
+    "DisableTorchDispatch": nullcontext,
     "raw_stream": _current_stream,
     "is_profiler_enabled": _always,
     "autocast_devices": _known_autocast_devices,

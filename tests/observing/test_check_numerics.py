@@ -163,6 +163,7 @@ def test_warn_warns_once_for_an_op_and_module():
         network(X)
         network(X)
     assert str(caught[0].message).startswith("log made a non-finite value")
+    assert caught[0].filename == __file__
     assert len(caught) == len(check.findings) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -84,6 +85,24 @@ def test_a_model_that_computes_its_loss_takes_every_container_alone(kind):
     assert losses[2] < losses[0]
 
 
+class Renamed(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class TwoBefore(NamedTuple):
+    two: torch.Tensor
+    one: torch.Tensor
+
+
+def test_the_names_of_a_named_tuple_count_if_they_are_those_of_the_model():
+    assert trained(Renamed(ONE, TWO), TARGET) == EXPECTED
+    assert trained(TwoBefore(one=ONE, two=TWO), TARGET) == EXPECTED
+    step = make_step()
+    by_name = mezzo.EvalStep(step.model)(TwoBefore(one=ONE, two=TWO))
+    assert torch.equal(by_name, mezzo.EvalStep(step.model)(ONE, TWO))
+
+
 def test_keywords_go_to_the_model():
     by_keyword = trained(one=ONE, two=TWO, scale=2.0, loss_fn=lambda output: output.square().mean())
     assert by_keyword == trained((ONE, TWO, 2.0), loss_fn=lambda output: output.square().mean())
@@ -109,6 +128,28 @@ def test_a_model_that_can_only_take_a_container_whole_gets_it(batch):
     step(batch, TARGET)
     assert type(step.model.taken) is type(batch)
     assert mezzo.EvalStep(step.model)(batch).shape == (3, 2)
+
+
+def test_a_name_that_the_model_does_not_have_is_refused():
+    class One(Two):
+        def forward(self, one, two=TWO):
+            return super().forward(one, two)
+
+    batch = {"one": ONE, "index": torch.arange(3)}
+    step = make_step(One)
+    with pytest.raises(mezzo.PolicyError, match=r"One.forward\(\) has no parameter 'index'"):
+        step(batch, TARGET)
+    with pytest.raises(mezzo.PolicyError, match="Leave it out of the batch"):
+        mezzo.EvalStep(step.model)(batch)
+    assert step.updates == 0
+
+
+def test_a_batch_in_a_tuple_is_passed_whole_whatever_its_names_are():
+    class Named(Two):
+        def forward(self, one):
+            return super().forward(one["one"], one["two"])
+
+    assert trained(({"one": ONE, "two": TWO},), TARGET, model_class=Named) == EXPECTED
 
 
 def test_a_list_is_one_input():

@@ -99,7 +99,14 @@ def run(
     log: Annotated[
         Path | None, typer.Option(help="The log to write; by default beside the report.")
     ] = None,
-    every: Annotated[int, typer.Option(min=1, help="Steps between samples of tensors.")] = 100,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps between samples; by default 100 or more, so that they take"
+            " about 1 % of the time.",
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     as_json: Annotated[
         bool,

@@ -43,8 +43,8 @@ class Script:
     report: Path
     log: Path
     """The log; with several ranks, the name that the names of their logs are made from."""
-    every: int
-    """Steps between samples of tensors."""
+    every: int | None
+    """Steps between samples of tensors; None leaves the choice to `observe`."""
     is_module: bool
     as_json: bool
     """Whether stderr gets the summary as one line of JSON, and not as a sentence."""
@@ -57,7 +57,7 @@ class Script:
         policy: str | None,
         report: Path,
         log: Path | None,
-        every: int,
+        every: int | None,
         *,
         is_module: bool,
         as_json: bool,

@@ -62,7 +62,9 @@ class ScriptObserver:
     pass, with gradients, of a module that has parameters of a noted optimizer begins the run.
     """
 
-    def __init__(self, log: Path, every: int, ranks: Ranks, policy: Policy | None = None) -> None:
+    def __init__(
+        self, log: Path, every: int | None, ranks: Ranks, policy: Policy | None = None
+    ) -> None:
         self._policy = policy
         self._region: torch.dtype | None = None
         """Dtype of the autocast region around the model, with a scaler of torch's or none."""

@@ -22,6 +22,7 @@ from mezzo.observing.checked_ops import (
 )
 from mezzo.observing.nonfinite import NonFiniteOp, TensorRange, tensor_range
 from mezzo.observing.op_places import Observation, PlaceTracker
+from mezzo.observing.user_lines import user_line_level
 
 _NEVER = 2**62
 """Number of the first bad call of an op that has none."""
@@ -207,7 +208,7 @@ class _Reporter:
         self._found[key] = found
         if self._mode is NumericsMode.ABORT:
             raise NumericsError(str(found), found)
-        warnings.warn(str(found), UserWarning, stacklevel=5)
+        warnings.warn(str(found), UserWarning, stacklevel=user_line_level())
 
     def findings(self) -> tuple[NonFiniteOp, ...]:
         return tuple(self._found.values())

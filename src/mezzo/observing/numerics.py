@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol
 
@@ -12,7 +12,12 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo._torch import DisableTorchFunction, after_backward, is_functorch_tensor
+from mezzo._torch import (
+    DisableTorchFunction,
+    after_backward,
+    current_autograd_node,
+    is_functorch_tensor,
+)
 from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.records import Record, TensorsRecord, TensorStats
 from mezzo.observing.tensor_stats import (
@@ -20,12 +25,10 @@ from mezzo.observing.tensor_stats import (
     SampledTensor,
     Update,
     compute_stats,
-    grouped,
     places_of,
     sample,
     sample_all,
     sample_updates,
-    split_like,
 )
 from mezzo.optim.master_weights import MasterWeights, version_of
 from mezzo.prepare.master_params import ModelMasters
@@ -49,12 +52,16 @@ class Collector(Protocol):
         """Return the records that have arrived. Does not synchronize."""
 
 
-class _Weight(NamedTuple):
-    """A trained parameter, with the masters that hold its float32 value; None: it has it itself."""
+class _Weights(NamedTuple):
+    """Trained parameters of a dtype by name, and samples of their values before an update."""
 
-    name: str
-    parameter: torch.nn.Parameter
+    parameters: dict[str, torch.nn.Parameter]
     masters: MasterWeights | None
+    """What holds their float32 values; None if they hold them themselves."""
+    stored: torch.Tensor
+    """Their own values, one parameter after the other."""
+    values: torch.Tensor
+    """Their float32 values."""
 
 
 def _plain_ops(method: Callable[_P, None]) -> Callable[_P, None]:
@@ -75,10 +82,7 @@ class NumericsCollector:
         self._models = list(models)
         self._handles: list[Any] = []
         self._samples: dict[str, dict[str, SampledTensor]] = {}
-        self._weights: list[_Weight] = []
-        """Trained parameters, those of a dtype together."""
-        self._before: list[torch.Tensor] = []
-        """Samples of their float32 values before the update."""
+        self._weights: list[_Weights] = []
         self._arrived: dict[str, torch.Tensor] = {}
         """Parameters that got gradients in the backward pass that runs."""
         self._seen = WeakIdKeyDictionary()
@@ -94,30 +98,31 @@ class NumericsCollector:
     def start(self, step: int) -> None:
         """Sample the parameters, and register hooks for activations and gradients."""
         self._samples = {"parameters": {}, "activations": {}, "gradients": {}}
-        self._step, self._weights, self._arrived = step, [], {}
-        parameters = {}
+        self._step, self._arrived = step, {}
+        parameters: dict[str, nn.Parameter] = {}
+        trained: dict[Any, dict[str, nn.Parameter]] = {}
         for prefix, model in named_models(self._models):
             masters = ModelMasters(model)
             for name, parameter in model.named_parameters():
-                if parameter.is_floating_point():
-                    parameters[prefix + name] = parameter
-                    self._add_weight(_Weight(prefix + name, parameter, masters.masters(parameter)))
+                if not parameter.is_floating_point():
+                    continue
+                parameters[prefix + name] = parameter
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._await_gradient(prefix + name, parameter)
+                    key = (masters.masters(parameter), parameter.dtype)
+                    trained.setdefault(key, {})[prefix + name] = parameter
             for name, module in model.named_modules():
                 if not isinstance(module, _CONTAINERS):
                     self._watch(prefix + name or type(module).__name__, module)
         if parameters:
             samples = sample_all(list(parameters.values()))
             self._samples["parameters"] = dict(zip(parameters, samples, strict=True))
-        self._weights.sort(key=lambda one: str(one.parameter.dtype))
-        stored = [places_of(one.parameter) for one in self._weights]
-        self._before = _float32_values(self._weights, stored)
+        self._weights = [
+            _Weights(group, masters, *_sampled_values(group, masters))
+            for (masters, _), group in trained.items()
+        ]
 
-    def _add_weight(self, weight: _Weight) -> None:
-        name, parameter, _ = weight
-        if not parameter.requires_grad or not parameter.is_leaf:
-            return
-        self._weights.append(weight)
-
+    def _await_gradient(self, name: str, parameter: nn.Parameter) -> None:
         def add_gradient(owner: torch.Tensor) -> None:
             if is_compiling():
                 return
@@ -148,6 +153,9 @@ class NumericsCollector:
     def _watch(self, name: str, module: nn.Module) -> None:
         # The signature of a forward hook.
         def add_outputs(_: nn.Module, _inputs: Any, outputs: Any) -> None:
+            if current_autograd_node() is not None:
+                # Computed again by a checkpoint.
+                return
             for index, tensor in enumerate(_tensors(outputs)):
                 # Its values end with the transform that it belongs to.
                 if is_functorch_tensor(tensor):
@@ -175,7 +183,7 @@ class NumericsCollector:
         self._remove_hooks()
         samples, self._samples = self._samples, {}
         samples["updates"] = self._updates(samples)
-        self._weights, self._before = [], []
+        self._weights = []
         named = [
             ((which, name), one) for which, all_ in samples.items() for name, one in all_.items()
         ]
@@ -184,29 +192,34 @@ class NumericsCollector:
 
     def _updates(self, samples: Mapping[str, dict[str, SampledTensor]]) -> dict[str, SampledTensor]:
         gradients, parameters = samples["gradients"], samples["parameters"]
-        rows = [
-            place
-            for place, (name, _, _) in enumerate(self._weights)
-            if name in gradients and gradients[name].values.shape == parameters[name].values.shape
-        ]
-        if not rows:
-            return {}
-        weights = [self._weights[row] for row in rows]
-        parts = [places_of(one.parameter) for one in weights]
-        updates = [
-            Update(
-                one.parameter,
-                gradients[one.name].values,
-                self._before[row],
-                after,
-                parameters[one.name].values,
+        found: dict[str, SampledTensor] = {}
+        for weights in self._weights:
+            before = [parameters[name].values for name in weights.parameters]
+            known = [
+                gradients[name].values
+                if name in gradients and gradients[name].values.shape == one.shape
+                else None
+                for name, one in zip(weights.parameters, before, strict=True)
+            ]
+            if all(one is None for one in known):
+                continue
+            stored, values = _sampled_values(weights.parameters, weights.masters)
+            update = Update(
+                list(weights.parameters.values()),
+                [one.numel() for one in before],
+                torch.cat(
+                    [
+                        torch.zeros_like(one) if gradient is None else gradient
+                        for gradient, one in zip(known, before, strict=True)
+                    ]
+                ),
+                weights.values,
+                values,
+                weights.stored,
                 stored,
             )
-            for row, one, after, stored in zip(
-                rows, weights, _float32_values(weights, parts), parts, strict=True
-            )
-        ]
-        found = dict(zip((one.name for one in weights), sample_updates(updates), strict=True))
+            changes = zip(weights.parameters, sample_updates(update), known, strict=True)
+            found |= {name: one for name, one, gradient in changes if gradient is not None}
         return {name: found[name] for name in parameters if name in found}
 
     def _remove_hooks(self) -> None:
@@ -247,28 +260,25 @@ class _PendingStep(NamedTuple):
         return self.step, {**stats}
 
 
-def _float32_values(weights: list[_Weight], stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of samples of float32 values; of parameters without masters, of their own."""
-    values: dict[int, torch.Tensor] = {}
-    for places in grouped((one.masters, one.parameter.dtype) for one in weights):
-        chosen, masters = [weights[place].parameter for place in places], weights[places[0]].masters
-        parts = [stored[place] for place in places]
-        flat = torch.cat(parts)
-        if masters is not None:
-            # Formats store each element for itself, so that samples merge as whole tensors do.
-            flat = masters.format.merge(flat, _companions(chosen, masters))
-        values.update(zip(places, split_like(flat, parts), strict=True))
-    return [values[place] for place in range(len(weights))]
+def _sampled_values(
+    parameters: Mapping[str, nn.Parameter], masters: MasterWeights | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of sampled values of parameters, as they are stored and in float32."""
+    stored = torch.cat([places_of(one) for one in parameters.values()])
+    if masters is None:
+        return stored, stored
+    # Formats store each element for itself, so that samples merge as whole tensors do.
+    return stored, masters.format.merge(stored, _companions(parameters.values(), masters))
 
 
-def _companions(
-    parameters: list[torch.nn.Parameter], masters: MasterWeights
-) -> torch.Tensor | None:
+def _companions(parameters: Iterable[nn.Parameter], masters: MasterWeights) -> torch.Tensor | None:
     """Return samples of companion tensors at the places of their parameters, as one vector."""
+    parts = []
     for parameter in parameters:
         masters.prepare_companion(parameter)
-    tensors = [(one, masters.companion_tensor(one)) for one in parameters]
-    parts = [places_of(tensor, one) for one, tensor in tensors if tensor is not None]
+        companion = masters.companion_tensor(parameter)
+        if companion is not None:
+            parts.append(places_of(companion, parameter))
     return torch.cat(parts) if parts else None
 
 

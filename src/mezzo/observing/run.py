@@ -31,6 +31,7 @@ from mezzo.observing.records import (
     RunEnded,
     StepRecord,
 )
+from mezzo.observing.sample_interval import LEAST, SampleInterval
 from mezzo.prepare.arguments import uncompiled, unwrapped
 from mezzo.scaling.gradient_counts import Counts
 from mezzo.scaling.observed_scaler import Scaler
@@ -50,7 +51,7 @@ def observe(
     scaler: Scaler | None = None,
     *,
     log: str | os.PathLike[str] | None = None,
-    every: int = 100,
+    every: int | None = None,
     max_bytes: int = 64 * 2**20,
     numerics: bool = True,
     ops: bool = False,
@@ -79,7 +80,9 @@ def observe(
         log: File to write records to, as JSON Lines; `mezzo.read_log` reads it, also while the run
             goes on. With several processes, each writes its own: `run.jsonl` becomes
             `run.rank1.jsonl`.
-        every: Steps between samples.
+        every: Steps between samples. None is every 100 steps, and fewer samples where steps are so
+            short that these would take more than 1 % of the time of the run. With several processes
+            it is every 100 steps, which all sample alike.
         max_bytes: Size that the log is to keep: records become rarer as it grows. Skipped steps,
             gradients that overflowed and events are always written.
         numerics: Whether to sample tensors.
@@ -125,7 +128,7 @@ class Run:
         scaler: Scaler | None = None,
         *,
         log: str | os.PathLike[str] | None = None,
-        every: int = 100,
+        every: int | None = None,
         max_bytes: int = 64 * 2**20,
         numerics: bool = True,
         ops: bool = False,
@@ -133,11 +136,14 @@ class Run:
     ) -> None:
         optimizers = check_target(target, optimizer, scaler, ops=ops)
         checked_loggers = check_loggers(loggers)
-        check_number("every", every)
         check_number("max_bytes", max_bytes)
-        self.every = every
-        """Steps between samples."""
+        if every is not None:
+            check_number("every", every)
         rank, world_size = ranks()
+        self.every = every or LEAST
+        """Steps between samples. Grows in a run that was passed `every=None`."""
+        # Ranks wait for each other: they sample the same steps.
+        self._sample_interval = SampleInterval(self.every if world_size > 1 else every)
         self.log = None if log is None else log_path(log, rank, world_size)
         """Path of the log; None without one."""
         self._writers: list[LogWriter | LoggerWriter] = []
@@ -153,7 +159,8 @@ class Run:
         self._taken = (0, self._began)
         """Step and time of the last look at the history."""
         self._next_sample = self._next_take = self._interval = 1
-        self._next_copy, self._place = every, 0
+        self._copy_interval = self._next_copy = self.every
+        self._place = 0
         self._sampling: Collector | None = None
         self._numerics = NumericsTable({})
         self._attachment: Attachment | None = self._attach(target, optimizers, scaler)
@@ -198,12 +205,9 @@ class Run:
         """Begin a step; return whether it is sampled. The observed step or loop calls this."""
         if number < self._next_sample or not self.collectors:
             return False
+        self._sample_interval.begin(number, time.perf_counter())
         # One collector a step, so that none sees the work of another.
-        place = self._place % len(self.collectors)
-        is_last = place + 1 == len(self.collectors)
-        self._place = 0 if is_last else place + 1
-        self._next_sample = number + (max(1, self.every - place) if is_last else 1)
-        self._sampling = self.collectors[place]
+        self._sampling, self._next_sample = self.collectors[self._place], number
         self._sampling.start(number)
         return True
 
@@ -212,8 +216,9 @@ class Run:
         if self._sampling is not None:
             self._stop_sampling(self._sampling)
         if number >= self._next_copy:
-            # At a multiple of `every`, and not more often than the history is looked at.
-            self._next_copy = -(-(number + self._interval) // self.every) * self.every
+            # At a multiple of the interval, and not more often than the history is looked at.
+            later = -(-(number + self._interval) // self._copy_interval)
+            self._next_copy = later * self._copy_interval
             self._copy_counts(number)
         if number >= self._next_take:
             self._interval = self._steps_to_next_take(number)
@@ -237,8 +242,14 @@ class Run:
         return max(1, min(_TAKE_MOST, int(steps)))
 
     def _stop_sampling(self, collector: Collector) -> None:
-        self._sampling = None
+        number, place = self._next_sample, self._place
+        self._sampling, self._place = None, (place + 1) % len(self.collectors)
+        self._next_sample += 1
         collector.stop()
+        self._sample_interval.end(number, time.perf_counter())
+        if self._place == 0:
+            self.every = self._sample_interval.choose()
+            self._next_sample = number + max(1, self.every - place)
 
     def _copy_counts(self, number: int) -> None:
         counts = None if self._attachment is None else self._attachment.counts
@@ -260,9 +271,15 @@ class Run:
         while self._copies and self._copies[0][1].arrived():
             number, copy = self._copies.popleft()
             records += self._gradient_records(number, copy, attachment)
-        for collector in self.collectors:
-            records += collector.take(self._time())
         self._write(records)
+        self._take_samples()
+
+    def _take_samples(self) -> None:
+        began = time.perf_counter()
+        records = [one for collector in self.collectors for one in collector.take(self._time())]
+        if records:
+            self._write(records)
+            self._sample_interval.spend(time.perf_counter() - began)
 
     def _add_steps(self, rows: torch.Tensor, attachment: Attachment) -> None:
         now, rate = self._time(), attachment.rate()
@@ -331,8 +348,8 @@ class Run:
     def gradients(self) -> dict[str, Counts]:
         """Values of each gradient that overflowed and underflowed, by parameter name.
 
-        Up to a multiple of `every` steps, on CUDA not always the last; after `stop()` up to the
-        end. Empty if no loss scaler checks the gradients.
+        Up to a multiple of 100 steps or of the `every` that was passed, on CUDA not always the
+        last; after `stop()` up to the end. Empty if no loss scaler checks the gradients.
         """
         self._refresh()
         return dict(self._gradients)

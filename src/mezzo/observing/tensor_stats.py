@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import isfinite, isnan, log2
 from typing import Generic, NamedTuple, TypeVar
 
@@ -26,11 +26,13 @@ from mezzo.scaling.mesh import local
 SAMPLE = 2**14
 """Values of a tensor that the statistics are of. Of larger tensors every n-th, n odd: all columns
 of a matrix whose sides are powers of two are then sampled alike."""
-_NUMBERS = 12
+_NUMBERS = 10
 """Numbers of each tensor before its histogram."""
 _LOWEST = -150
 """Exponent of the first bin; values of float64 beyond the bins are counted in the last ones."""
 _BINS = 280
+_UNKNOWN = -1.0
+"""Largest magnitude of a tensor that is sampled as a whole."""
 _BLOCK = 256
 """Tensors whose statistics are computed together, which bounds the memory that this needs."""
 
@@ -39,30 +41,33 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class SampledTensor(NamedTuple):
-    """A sample of a tensor's values, and the largest magnitude of all of them."""
+    """A sample of a tensor's values, and what the sample does not show."""
 
     values: torch.Tensor
     """In the dtype of the tensor, one-dimensional."""
-    largest: torch.Tensor
-    """NaN if one value is; infinite if one is."""
     numel: int
     dtype: torch.dtype
+    largest: torch.Tensor | None = None
+    """Largest magnitude of all values, NaN if one is; None if it is that of the sample."""
     lost: torch.Tensor | None = None
     """Of updates: how many values had a gradient, how many of these stayed as they were; how many
     master weights changed, and of how many of these the 16-bit parameter stayed as it was."""
 
 
 class Update(NamedTuple):
-    """Samples of one parameter at the same places, before and after its update."""
+    """Samples of the parameters of a dtype, one after the other, before and after their update."""
 
-    parameter: torch.Tensor
+    parameters: Sequence[torch.Tensor]
+    sizes: Sequence[int]
+    """Sampled values of each parameter."""
     gradient: torch.Tensor
+    """Zero for parameters that have none."""
     before: torch.Tensor
-    """Of the master weight, if there is one."""
+    """Of the master weights, if there are any."""
     after: torch.Tensor
-    half_before: torch.Tensor
-    """Of the stored parameter."""
-    half_after: torch.Tensor
+    stored_before: torch.Tensor
+    """Of the parameters themselves."""
+    stored_after: torch.Tensor
 
 
 # -- samples ---------------------------------------------------------------------------------------
@@ -100,46 +105,42 @@ def sample_all(
     here = [local(one) for one in tensors]
     values = copied([places_of(*one) for one in zip(here, likes or here, strict=True)])
     return [
-        SampledTensor(value, largest, one.numel(), one.dtype)
+        SampledTensor(value, one.numel(), one.dtype, largest)
         for value, largest, one in zip(values, _largest(here), here, strict=True)
     ]
 
 
 def sample(tensor: torch.Tensor) -> SampledTensor:
-    """Sample one tensor, by two launches, where others cannot wait for it."""
+    """Sample one tensor, by two launches at most, where others cannot wait for it."""
     here = local(tensor.detach())
-    largest = torch.linalg.vector_norm(here, torch.inf) if here.numel() else here.new_zeros(())
-    return SampledTensor(places_of(here).clone(), largest, here.numel(), here.dtype)
+    largest = torch.linalg.vector_norm(here, torch.inf) if here.numel() > SAMPLE else None
+    return SampledTensor(places_of(here).clone(), here.numel(), here.dtype, largest)
 
 
-def sample_updates(updates: Sequence[Update]) -> list[SampledTensor]:
-    """Return how parameters changed, and what was lost. Those of a dtype should be together."""
-    wide = _wide(one.parameter.dtype for one in updates)
-    gradient, before, after, half_before, half_after = (
-        _joined(parts, wide) for parts in list(zip(*updates, strict=True))[1:]
-    )
-    sizes = [one.before.numel() for one in updates]
-    changes = (after - before).split(sizes)
-    had_gradient, changed = gradient.isfinite() & (gradient != 0), before != after
+def sample_updates(update: Update) -> list[SampledTensor]:
+    """Return how each parameter changed, and what was lost."""
+    changes = (update.after - update.before).split(list(update.sizes))
+    had_gradient = update.gradient.nan_to_num(0.0, 0.0, 0.0) != 0
+    changed = update.before != update.after
     flags = [
         had_gradient,
-        had_gradient & ~changed,
+        had_gradient > changed,
         changed,
-        changed & (half_before == half_after),
+        changed & (update.stored_before == update.stored_after),
     ]
     return [
-        SampledTensor(change, largest, local(one.parameter).numel(), one.parameter.dtype, lost)
-        for change, largest, one, lost in zip(
-            changes, _largest(changes), updates, _sums(torch.stack(flags), sizes), strict=True
+        SampledTensor(change, local(one).numel(), one.dtype, lost=lost)
+        for change, one, lost in zip(
+            changes, update.parameters, _sums(torch.stack(flags), update.sizes), strict=True
         )
     ]
 
 
 def _sums(flags: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     """Return the sums of each row of flags [n, values], over parts of these sizes."""
-    ends = _launch.table_on(flags.device, torch.tensor([0, *sizes]).cumsum(0))
-    # In int64, of which torch has a deterministic kernel.
-    totals = torch.nn.functional.pad(flags.long().cumsum(1), (1, 0))[:, ends]
+    ends = _launch.table_on(flags.device, torch.tensor([0, *accumulate(sizes)]))
+    # Sums of flags are int64, of which torch has a deterministic kernel.
+    totals = torch.nn.functional.pad(flags.cumsum(1), (1, 0))[:, ends]
     return totals.diff(dim=1).T.unbind()
 
 
@@ -174,22 +175,16 @@ def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
     return list(places.values())
 
 
-def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the largest magnitude of each tensor: NaN if one value is, infinite if one is."""
-    largest: dict[int, torch.Tensor] = {}
-    for places in grouped(one.dtype for one in tensors):
-        # An empty tensor has no largest magnitude.
-        filled = [
-            one if one.numel() else one.new_zeros(1) for one in map(tensors.__getitem__, places)
-        ]
-        largest.update(zip(places, foreach_norm(filled, ord=torch.inf), strict=True))
-    return [largest[place] for place in range(len(tensors))]
-
-
-def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return one vector of all parts. Parts of a dtype should follow each other."""
-    runs = [torch.cat(list(run)).to(dtype) for _, run in groupby(parts, lambda one: one.dtype)]
-    return runs[0] if len(runs) == 1 else torch.cat(runs)
+def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the largest magnitude of each tensor that is not sampled as a whole."""
+    large = [place for place, one in enumerate(tensors) if one.numel() > SAMPLE]
+    largest: list[torch.Tensor | None] = [None] * len(tensors)
+    for group in grouped(tensors[place].dtype for place in large):
+        places = [large[index] for index in group]
+        norms = foreach_norm([tensors[place] for place in places], ord=torch.inf)
+        for place, norm in zip(places, norms, strict=True):
+            largest[place] = norm
+    return largest
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -262,26 +257,25 @@ def compute_stats(
 def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
     """Return a row for each sample: the numbers that `_stats` reads, then the histogram."""
     values = _padded([one.values for one in samples], width)
-    device = values.device
-    finite = values.isfinite()
-    known = torch.where(finite, values, 0.0)
-    used = finite & (values != 0)
-    bins = (torch.frexp(known)[1] - (1 + _LOWEST)).clamp_(0, _BINS - 1).long()
-    bins += torch.arange(len(samples), device=device)[:, None] * _BINS
-    histogram = torch.zeros(len(samples) * _BINS, dtype=torch.int64, device=device)
+    device, size = values.device, len(samples) * _BINS
+    known = values.nan_to_num(0.0, 0.0, 0.0)
+    finite = known == values
+    exponents = torch.frexp(known)[1].clamp_(_LOWEST + 1, _LOWEST + _BINS)
+    first = -(_LOWEST + 1)
+    bins = exponents + torch.arange(first, first + size, _BINS, device=device)[:, None]
+    histogram = torch.zeros(size, dtype=torch.int64, device=device)
     # One-dimensional: torch has a deterministic kernel for that.
-    histogram.scatter_add_(0, bins.flatten(), used.flatten().long())
-    counts = torch.stack([values.isnan(), values.isinf(), finite & (values == 0), finite]).sum(2)
+    histogram.scatter_add_(0, bins.flatten(), (known != 0).flatten().long())
     columns = [
-        torch.where(finite, values, torch.inf).amin(1),
-        torch.where(finite, values, -torch.inf).amax(1),
-        known.double().square().sum(1),
+        torch.where(finite, values, torch.inf).amin(1).double(),
+        torch.where(finite, values, -torch.inf).amax(1).double(),
+        torch.linalg.vector_norm(known, dim=1, dtype=torch.float64),
     ]
     rows = [
         _lost(samples, device),
-        _largest_column(samples),
-        counts.T,
-        torch.stack([column.double() for column in columns], 1),
+        _largest_column(samples, device),
+        torch.stack([values.isnan(), finite]).sum(2).T,
+        torch.stack(columns, 1),
         histogram.view(-1, _BINS),
     ]
     return torch.cat([one.double() for one in rows], 1)
@@ -299,9 +293,13 @@ def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     return flat.view(-1, width)
 
 
-def _largest_column(samples: Sequence[SampledTensor]) -> torch.Tensor:
-    runs = groupby((one.largest for one in samples), lambda one: one.dtype)
-    return torch.cat([torch.stack(list(run)).double() for _, run in runs])[:, None]
+def _largest_column(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
+    columns = []
+    for dtype, run in groupby(samples, lambda one: one.values.dtype):
+        none = torch.full((), _UNKNOWN, dtype=dtype, device=device)
+        largest = [none if one.largest is None else one.largest for one in run]
+        columns.append(torch.stack(largest).double())
+    return torch.cat(columns)[:, None]
 
 
 def _lost(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
@@ -318,27 +316,42 @@ def _stats(
     dtype: torch.dtype,
 ) -> TensorStats:
     had_gradient, lost, changed, lost_half = row[:4]
-    largest, nan, inf, zero, finite, smallest_value, largest_value, squares = row[4:]
-    info = torch.finfo(dtype)
-    # frexp is exact: the smallest normal number is a power of two.
-    lowest = round(log2(info.smallest_normal))
+    largest, nan, finite, smallest_value, largest_value, norm = row[4:]
+    nan, inf = nan - (width - sampled), width - nan - finite
+    if largest == _UNKNOWN:
+        largest = _largest_of(smallest_value, largest_value, nan=nan, inf=inf, finite=finite)
+    lowest, limit = _range(dtype)
     small = sum(number for exponent, number in histogram if exponent < lowest)
     return TensorStats(
         dtype=dtype_name(dtype),
         count=count,
         sampled=sampled,
-        nan=max(int(nan) - (width - sampled), int(isnan(largest))),
+        nan=max(int(nan), int(isnan(largest))),
         inf=max(int(inf), int(largest == float("inf"))),
-        zero=int(zero),
+        zero=int(finite) - sum(number for _, number in histogram),
         min=smallest_value if finite else None,
         max=largest_value if finite else None,
-        rms=(squares / finite) ** 0.5 if finite else None,
-        headroom=_headroom(largest, info.max),
+        rms=norm / finite**0.5 if finite else None,
+        headroom=_headroom(largest, limit),
         underflow=small / sampled if sampled else 0.0,
         histogram=histogram,
         lost=lost / had_gradient if had_gradient > 0 else None,
         lost_half=lost_half / changed if changed > 0 and dtype.itemsize == 2 else None,  # noqa: PLR2004
     )
+
+
+def _largest_of(smallest: float, largest: float, *, nan: float, inf: float, finite: float) -> float:
+    """Return the largest magnitude in a sample: NaN if there is one, infinite if there is one."""
+    if nan or inf:
+        return float("nan" if nan else "inf")
+    return max(-smallest, largest) if finite else 0.0
+
+
+@cache
+def _range(dtype: torch.dtype) -> tuple[int, float]:
+    """Return the exponent of the smallest normal number, which is a power of two, and the limit."""
+    info = torch.finfo(dtype)
+    return round(log2(info.smallest_normal)), info.max
 
 
 def _headroom(largest: float, limit: float) -> float | None:

@@ -20,10 +20,22 @@ def user_line(caller: CodeType | None = None) -> str:
     >>> user_line(user_line.__code__)
     ''
     """
+    frame, _ = _user_frame(caller)
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def user_line_level() -> int:
+    """Return the `stacklevel` with which the caller warns at `user_line()`; 1 if there is none."""
+    frame, level = _user_frame(None)
+    return 1 if frame is None else level - 2
+
+
+def _user_frame(caller: CodeType | None) -> tuple[FrameType | None, int]:
+    """Return the innermost frame of the user's code, and its distance from here, from 1."""
     frame: FrameType | None = sys._getframe()
+    level = 1
     while frame is not None and frame.f_code is not caller:
-        file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+        if not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return frame, level
+        frame, level = frame.f_back, level + 1
+    return None, level

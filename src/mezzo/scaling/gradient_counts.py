@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from mezzo import _launch
+from mezzo._torch import DisableTorchDispatch
+
 _ROOM = 16
 """Slots for each parameter: a new list of gradients takes new slots, and lists repeat."""
 _LAST = 2**31 - 1
@@ -41,8 +44,18 @@ class CountedGradients(NamedTuple):
     first_slot: int
 
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Count gradients with ops of torch, where no kernel does it."""
-        rows = torch.stack([_counts_of(gradient) for gradient in gradients])
+        """Count gradients with ops of torch, where no kernel does it; no mode sees them."""
+        with DisableTorchDispatch():
+            self._add(gradients)
+
+    def _add(self, gradients: Sequence[torch.Tensor]) -> None:
+        totals = _launch.table_on(
+            self.memory.device, torch.tensor([gradient.numel() for gradient in gradients])
+        )
+        finite, small, used = torch.stack([_counts_of(gradient) for gradient in gradients]).unbind(
+            1
+        )
+        rows = torch.stack([totals - finite, small, totals - used, totals], 1)
         self.memory[self.first_slot : self.first_slot + len(gradients)] += rows
         places = _LAST - self.first_slot - torch.arange(len(gradients), device=rows.device)
         bad = torch.where(rows[:, 0] > 0, places, 0).amax()
@@ -122,13 +135,7 @@ _NONE = Counts(0, 0, 0, 0)
 
 
 def _counts_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return how many values are finite, how many underflow and how many are not zero."""
     magnitude = gradient.abs()
     is_small = magnitude < torch.finfo(gradient.dtype).smallest_normal
-    return torch.stack(
-        [
-            gradient.isfinite().logical_not_().sum(),
-            is_small.sum(),
-            (magnitude == 0).sum(),
-            torch.full((), gradient.numel(), device=gradient.device),
-        ]
-    )
+    return torch.stack([(magnitude < torch.inf).sum(), is_small.sum(), magnitude.count_nonzero()])

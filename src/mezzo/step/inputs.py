@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -44,18 +45,26 @@ class ModelArguments:
         self._model = model
         self._unpacks: dict[Hashable, bool] = {}
         """Whether a container is unpacked, by its type and its names or its length."""
+        self._parameters: tuple[str, ...] = ()
+        """Names of the parameters of the model's forward."""
+        # Not of every forward there is a signature.
+        with suppress(TypeError, ValueError):
+            self._parameters = tuple(inspect.signature(model.forward).parameters)
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments as one value for `call_model`.
 
         A mapping or a dataclass that is the only argument becomes keywords, a tuple positional
-        arguments, unless the model can only take it whole.
+        arguments, unless the model can only take it whole. A named tuple becomes keywords if its
+        names are those of parameters of the model, whose order need not be its own.
         """
         if len(args) == 1:
             (first,) = args
             if isinstance(first, torch.Tensor):
                 return Call(args, kwargs) if kwargs else first
             keywords = as_keywords(first)
+            if keywords is None:
+                keywords = self._named_fields(first)
             if keywords is not None:
                 return self._arrange_keywords(first, keywords, kwargs)
             if isinstance(first, tuple) and self._is_unpacked(first, Call(first, kwargs)):
@@ -64,10 +73,18 @@ class ModelArguments:
             return Call(args, kwargs) if args else kwargs
         return args
 
+    def _named_fields(self, value: Any) -> dict[str, Any] | None:
+        """Return the fields of a named tuple, if the model has parameters of all their names."""
+        names = getattr(value, "_fields", None)
+        if not names or not isinstance(value, tuple):
+            return None
+        return dict(zip(names, value, strict=True)) if {*names} <= {*self._parameters} else None
+
     def _arrange_keywords(
         self, batch: Any, keywords: dict[str, Any], kwargs: dict[str, Any]
     ) -> Any:
         if not self._is_unpacked(batch, Call((), keywords)):
+            self._refuse_surplus(batch, keywords)
             return Call((batch,), kwargs) if kwargs else (batch,)
         if kwargs:
             raise PolicyError(
@@ -75,6 +92,19 @@ class ModelArguments:
                 f" {_listed(kwargs)}. Pass one of them: step(batch) or step(**batch)."
             )
         return keywords
+
+    def _refuse_surplus(self, batch: Any, keywords: dict[str, Any]) -> None:
+        """Raise if a batch has the model's first parameter, and names that the model lacks."""
+        if next(iter(self._parameters), None) not in keywords:
+            return
+        surplus = [name for name in keywords if name not in self._parameters]
+        if surplus:
+            raise PolicyError(
+                f"Got a {type(batch).__name__} with {_listed(keywords)}, and"
+                f" {type(self._model).__name__}.forward() has no parameter"
+                f" {' or '.join(map(repr, surplus))}. Leave it out of the batch; or pass the batch"
+                " in a tuple, step((batch,)), if the model takes it whole."
+            )
 
     def _is_unpacked(self, batch: Any, unpacked: Call) -> bool:
         key = (type(batch), len(unpacked.args), *unpacked.kwargs)

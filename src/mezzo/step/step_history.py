@@ -7,6 +7,7 @@ from math import nan
 
 import torch
 
+from mezzo._torch import DisableTorchDispatch
 from mezzo.scaling.gradient_counts import GradientCounts
 
 ROWS = 8192
@@ -69,7 +70,17 @@ class StepHistory:
         scale: torch.Tensor | float,
         norm: torch.Tensor | None,
     ) -> None:
-        """Write a row with ops of torch. Does not synchronize."""
+        """Write a row with ops of torch, which no mode sees. Does not synchronize."""
+        with DisableTorchDispatch():
+            self._append(loss, skipped, scale, norm)
+
+    def _append(
+        self,
+        loss: torch.Tensor | None,
+        skipped: torch.Tensor | float,
+        scale: torch.Tensor | float,
+        norm: torch.Tensor | None,
+    ) -> None:
         first = 0.0 if self.counts is None else self.counts.first.clone()
         if self.counts is not None:
             self.counts.first.zero_()

@@ -47,9 +47,10 @@ class TrainStep(Step):
     those of transformers do. On CUDA the call is captured as a CUDA graph after a few warm-up
     calls, then replayed.
 
-    `step(**batch)` passes keywords to the model. A mapping or dataclass `x` is unpacked into
-    keywords, a tuple into positional arguments, unless the model can only take it whole; a tuple
-    `y` is unpacked into the loss function. Without `y`, it gets the model's output only.
+    `step(**batch)` passes keywords to the model. A mapping or dataclass `x`, or a named tuple with
+    names of the model's parameters, is unpacked into keywords, another tuple into positional
+    arguments, unless the model can only take it whole; a tuple `y` is unpacked into the loss
+    function. Without `y`, it gets the model's output only.
 
     A loss function may return `(loss, aux)`, where `aux` is any nest of tensors and plain values:
     `step.outputs` are copies of the last `aux`, `step.outputs_on_host()` copies them to the host
