@@ -22,7 +22,8 @@ def test_the_advised_setting_is_among_the_fastest():
     x = torch.randn(shape).cuda()
     advice = mezzo.advise(model, (x, torch.zeros_like(x)), F.mse_loss)
     assert advice.chosen.gain >= 0.9 * max(one.gain for one in advice.times if one.gain)
-    assert advice.chosen.setting.level == "O2"
+    # Other tests use the GPU at the same time: which of both is faster varies.
+    assert advice.chosen.setting.level in {"O1", "O2"}
     assert not advice.switch_off
     assert {one.setting.captured for one in advice.times} == {False, True}
 
