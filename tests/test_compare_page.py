@@ -77,7 +77,7 @@ def test_machines_stand_beside_each_other_and_beside_the_documents(written):
     )
     assert "| torch.amp | 16.0 (0.62) | 14.0 (2.86) |" in text
     assert "- converted: a forward pass" in text
-    assert "O2 captured in float16 is the fastest mode that trains like float32" in text
+    assert "O2 captured in float16 is the fastest mode that trains as well as float32" in text
     assert "No machine" not in text
 
 

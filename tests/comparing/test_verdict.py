@@ -20,7 +20,7 @@ def with_mode(result, name, **changes):
 
 def test_the_fastest_mode_is_named_with_time_memory_loss_and_accuracy():
     text = verdict(gpu_result())
-    assert text.startswith("O2 captured in float16 is the fastest mode that trains like float32")
+    assert text.startswith("O2 captured in float16 is the fastest mode that trains as well as")
     assert "4.4 times as fast (9.00 ms a step instead of 40.00)" in text
     assert "0.62 times the memory (1.2 GiB instead of 2.0 GiB)" in text
     assert "loss after 60 steps is 0.426 (float32: 0.412), its accuracy is 92.4%" in text
@@ -71,8 +71,18 @@ def test_faster_modes_that_all_train_otherwise_are_not_called_slow():
         ModeResult("O1", "float16", milliseconds=1.0, loss=9.0),
     )
     text = verdict(gpu_result(modes=modes))
-    assert "the modes that are faster do not train like it" in text
+    assert "the modes that are faster do not train as well" in text
     assert "do not pay" not in text
+
+
+def test_a_mode_whose_loss_is_lower_trains_as_well():
+    modes = (
+        ModeResult("float32", milliseconds=4.0, loss=3.6, loss_curve=(14.0, 3.6)),
+        ModeResult("O1", "float16", milliseconds=1.0, loss=2.6),
+    )
+    text = verdict(gpu_result(modes=modes))
+    assert text.startswith("O1 in float16 is the fastest mode that trains as well as float32")
+    assert "does not train as well" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The verdict on a comparison: the fastest mode that trains like float32, in plain sentences."""
+"""The verdict on a comparison: the fastest mode that trains as well as float32, in sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FASTER = 1.03
 _ONE_DIGIT = 1.1
 """Ratios from which on one digit after the point is enough."""
 _LOSS = 0.02
-"""A mode trains like float32 if their losses differ by at most this share of the first loss."""
+"""A mode trains as well as float32 if its loss is higher by at most this share of the first one."""
 _ACCURACY = 0.02
 """Nor is its accuracy lower by more than this."""
 _SAME = 0.01
@@ -25,14 +25,14 @@ _SHOWN = ("torch.amp", "O1", "O2")
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return which mode is the fastest that trains like float32, and by how much.
+    """Return which mode is the fastest that trains as well as float32, and by how much.
 
     >>> result = Comparison("mlp", "MLP", "full", "synthetic", "a GPU", "2.13", "0.1.0", 50, 7, (
     ...     ModeResult("float32", milliseconds=6.0, loss=0.5, loss_curve=(2.0, 0.5)),
     ...     ModeResult("O2", "float16", milliseconds=2.0, loss=0.503)))
     >>> verdict(result)
-    'O2 in float16 is the fastest mode that trains like float32: 3.0 times as fast (2.00 ms a step\
- instead of 6.00). Its loss after 50 steps is 0.503 (float32: 0.5).'
+    'O2 in float16 is the fastest mode that trains as well as float32: 3.0 times as fast (2.00 ms a\
+ step instead of 6.00). Its loss after 50 steps is 0.503 (float32: 0.5).'
     """
     judged = judge(comparison)
     return " ".join((judged.sentence, *judged.facts))
@@ -51,8 +51,8 @@ def judge(comparison: Comparison) -> Verdict:
         return _judge_programs(comparison, base)
     others = [one for one in comparison.modes if one.mode not in {comparison.baseline, INFERENCE}]
     timed = sorted((one for one in others if one.milliseconds), key=_time)
-    good, best = [one for one in timed if trains_like(one, base)], fastest_mode(comparison)
-    bad = [one for one in others if one.loss is not None and not trains_like(one, base)]
+    good, best = [one for one in timed if trains_as_well(one, base)], fastest_mode(comparison)
+    bad = [one for one in others if one.loss is not None and not trains_as_well(one, base)]
     tail = (*_differences(bad, base), *_interrupted(comparison))
     if best is not None and best is not base:
         facts = (*_memory(best, base), *_training(best, base, comparison.steps), *tail)
@@ -83,7 +83,7 @@ def _judge_programs(comparison: Comparison, base: ModeResult) -> Verdict:
 
 
 def fastest_mode(comparison: Comparison) -> ModeResult | None:
-    """Return the fastest mode that trains like float32; float32 if none is faster.
+    """Return the fastest mode that trains as well as float32; float32 if none is faster.
 
     None if float32 was not measured.
     """
@@ -97,19 +97,19 @@ def fastest_mode(comparison: Comparison) -> ModeResult | None:
         and one.mode != INFERENCE
         and base.milliseconds / one.milliseconds >= _FASTER
         # Programs of a document also differ in how they train.
-        and (comparison.baseline != BASELINE or trains_like(one, base))
+        and (comparison.baseline != BASELINE or trains_as_well(one, base))
     ]
     return min(others, key=_time, default=base)
 
 
-def trains_like(mode: ModeResult, base: ModeResult) -> bool:
-    """Return whether loss and accuracy of a mode are those of float32 but for rounding."""
+def trains_as_well(mode: ModeResult, base: ModeResult) -> bool:
+    """Return whether loss and accuracy of a mode are not worse than float32's but for rounding."""
     if mode.loss is None or base.loss is None:
         return mode.loss is None and base.loss is None
     if not math.isfinite(mode.loss):
         return False
     tolerance = _LOSS * max(abs(base.loss), abs(base.loss_curve[0]) if base.loss_curve else 0.0)
-    if abs(mode.loss - base.loss) > tolerance:
+    if mode.loss - base.loss > tolerance:
         return False
     if mode.accuracy is None or base.accuracy is None:
         return True
@@ -119,7 +119,7 @@ def trains_like(mode: ModeResult, base: ModeResult) -> bool:
 def _fastest(mode: ModeResult, base: ModeResult) -> str:
     times = f"{_time(mode):.2f} ms a step instead of {_time(base):.2f}"
     return (
-        f"{_name(mode)} is the fastest mode that trains like float32:"
+        f"{_name(mode)} is the fastest mode that trains as well as float32:"
         f" {_number(_time(base) / _time(mode))} times as fast ({times})."
     )
 
@@ -138,7 +138,7 @@ def _slower(mode: ModeResult, base: ModeResult, machine: str) -> str:
     if ratio < 1 / _FASTER:
         return (
             f"float32 is the fastest mode on {machine} that can be recommended: the modes that are"
-            " faster do not train like it."
+            " faster do not train as well."
         )
     if ratio <= _FASTER:
         return f"float32 and {_name(mode)} take the same time on {machine}."
@@ -206,7 +206,7 @@ def _differences(bad: list[ModeResult], base: ModeResult) -> list[str]:
     if base.loss is None:
         return []
     return [
-        f"{_name(mode)} does not train like float32: its loss is {mode.loss:.4g} instead of"
+        f"{_name(mode)} does not train as well as float32: its loss is {mode.loss:.4g} instead of"
         f" {base.loss:.4g}{_and_accuracy(mode, base)}."
         for mode in bad
     ]
