@@ -42,12 +42,12 @@ def tables(results: Sequence[Comparison], documented: Mapping[str, Sequence[Docu
 
 
 def documents(results: Sequence[Comparison], documented: Mapping[str, Sequence[Documented]]) -> str:
-    """Return a line for each number of a document, with a column for each machine."""
+    """Return a line for each number of a document, with a column for each machine that has some."""
     reported = {
         **documented,
         **{one.workload: one.documented for one in results if one.documented},
     }
-    machines = list(dict.fromkeys(one.machine for one in results))
+    machines = list(dict.fromkeys(one.machine for one in results if one.workload in reported))
     header = ("workload", "mode", "document: × float32", *machines)
     lines = [_line(header), _rule(header)]
     for workload, numbers in reported.items():

@@ -81,6 +81,12 @@ def test_machines_stand_beside_each_other_and_beside_the_documents(written):
     assert "No machine" not in text
 
 
+def test_a_machine_without_a_documented_workload_has_no_column_beside_the_documents(written):
+    text = written(cpu_result("cifar", documented=()), gpu_result("linears"))
+    assert "| workload | mode | document: × float32 | NVIDIA H200 |" in text
+    assert "Intel Xeon, torch" in text
+
+
 def test_curves_of_every_mode_are_an_image_that_the_page_refers_to(written, tmp_path):
     text = written(gpu_result(), cpu_result())
     names = re.findall(r"!\[.*?\]\((.*?)\)", text)

@@ -22,7 +22,7 @@ TITLES = {
     "linears": "9 × Linear(8192), batch 2048, SGD",
     "mlp": "MLP 256-128-10, batch 128, SGD",
     "resnet18": "ResNet-18, 224 × 224, batch 64, SGD",
-    "cifar": "ResNet-50, batch 128, SGD, 20 epochs",
+    "cifar": "ResNet-50, batch 128, SGD",
     "ssd": "SSD-512 on ResNet-50, 6132 anchors, batch 8, SGD",
     "gpt": "GPT-2, 12 layers of 768, batch 8 × 1024, AdamW",
 }

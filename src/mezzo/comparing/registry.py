@@ -150,7 +150,7 @@ def _cifar(preset: Preset, data: Path | None = None) -> Workload:
     steps = images.epoch_steps(batch)
     return Workload(
         "cifar",
-        f"ResNet-50{_width(width)}, batch {batch}, SGD, {epochs} epochs",
+        f"ResNet-50{_width(width)}, batch {batch}, SGD",
         preset,
         images.description,
         make_model=partial(resnet50, 10, is_cifar=True)
