@@ -93,17 +93,10 @@ def test_a_missing_log_is_an_error_of_one_line(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("names", "held"), [([], "no .jsonl file"), (["b.jsonl", "a.jsonl"], "'a.jsonl', 'b.jsonl'")]
-)
-def test_a_folder_in_place_of_a_log_is_an_error_that_names_its_logs(tmp_path, names, held):
-    for name in names:
-        (tmp_path / name).touch()
+def test_a_folder_in_place_of_a_log_is_an_error_of_one_line(tmp_path):
     result = invoke("report", tmp_path)
     assert result.exit_code == 2
-    assert result.stderr.startswith(
-        f"mezzo: {str(tmp_path)!r} is a folder, not a log. It holds {held}. "
-    )
+    assert result.stderr.startswith(f"mezzo: {str(tmp_path)!r} is a folder, not a log. ")
     assert result.stderr.count("\n") == 1
 
 

@@ -230,6 +230,17 @@ def test_what_is_no_log_is_refused(path, text, message):
         read_log(path)
 
 
+def test_a_folder_is_refused_with_the_logs_in_it(tmp_path):
+    with pytest.raises(
+        mezzo.MezzoError, match=r"is a folder, not a log\. It holds no \.jsonl file"
+    ):
+        read_log(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "page.html"):
+        (tmp_path / name).touch()
+    with pytest.raises(mezzo.MezzoError, match=r"It holds 'a\.jsonl', 'b\.jsonl'\. Pass the path"):
+        mezzo.compare_runs(tmp_path, tmp_path)
+
+
 # -- size ------------------------------------------------------------------------------------------
 
 

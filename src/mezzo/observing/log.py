@@ -158,7 +158,7 @@ def read_log(path: str | os.PathLike[str]) -> list[Line]:
         A dictionary for each line: `kind`, `step`, `time` and the fields of that kind.
 
     Raises:
-        MezzoError: The file is not a log of mezzo, or of a newer format.
+        MezzoError: The path is a folder, or the file is not a log of mezzo, or of a newer format.
 
     >>> import mezzo, tempfile, torch
     >>> path = tempfile.mktemp(suffix=".jsonl")
@@ -169,6 +169,13 @@ def read_log(path: str | os.PathLike[str]) -> list[Line]:
     'run'
     """
     path = Path(path)
+    if path.is_dir():
+        logs = [repr(one.name) for one in sorted(path.glob("*.jsonl"))]
+        raise MezzoError(
+            f"{str(path)!r} is a folder, not a log. It holds"
+            f" {', '.join(logs[:5]) or 'no .jsonl file'}. Pass the path that was passed as log= or"
+            " --log."
+        )
     lines: list[Line] = []
     for number, text in enumerate(_raw_lines(path), 1):
         line = _parse(text)

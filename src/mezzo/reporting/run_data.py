@@ -187,13 +187,6 @@ def _lines(source: Source) -> list[list[dict[str, Any]]]:
     if not isinstance(source, str | os.PathLike):
         return [_lines_of_run(source)]
     path = Path(source)
-    if path.is_dir():
-        logs = [repr(one.name) for one in sorted(path.glob("*.jsonl"))]
-        held = f"It holds {', '.join(logs[:5])}." if logs else "It holds no .jsonl file."
-        raise MezzoError(
-            f"{str(path)!r} is a folder, not a log. {held} Pass the path that was passed as log= or"
-            " --log."
-        )
     if path.exists():
         return [read_log(path)]
     ranks = sorted(path.parent.glob(f"{path.stem}.rank*{path.suffix}"))
