@@ -356,7 +356,7 @@ def _one_by_one(name: str) -> Callable[..., list[Any]]:
 
 _METHODS: dict[str, Callable[..., Any]] = {
     "maximum_": lambda tensor, other: torch.maximum(tensor, other, out=tensor),
-    "norm": lambda tensor, ord=2: torch.linalg.vector_norm(tensor, ord),  # noqa: A006 - as torch
+    "norm": torch.linalg.vector_norm,
 }
 
 
@@ -533,7 +533,7 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
         FsdpGroup(
             module,
             [one.sharded_param for one in _attribute(group, "fsdp_params")],
-            _attribute(group, "mp_policy"),
+            _group_policy(group),
             _attribute(state, "_is_root") is not None,
             partial(_set_policy, state, group),
         )
@@ -576,11 +576,40 @@ def _param_groups(state: Any) -> list[Any]:
     return [] if group is None else [group]
 
 
+def _group_policy(group: Any) -> Any:
+    """Return the policy of a group, which its parameters share.
+
+    Since torch 2.15 a parameter can have another one, by the policy's `param_dtype_override_fn`.
+    """
+    first, *others = [_attribute(one, "mp_policy") for one in group.fsdp_params]
+    if any(one != first for one in others):
+        raise UnsupportedError(
+            "Parameters that FSDP2 gathers together have several dtypes: its policy has a"
+            " param_dtype_override_fn. Leave mp_policy out of fully_shard(...), and shard modules"
+            " that keep their dtype by themselves."
+        )
+    return first
+
+
 def _set_policy(state: Any, group: Any, policy: Any) -> None:
-    # The state casts inputs and outputs of forward, the group chooses the dtypes of collectives.
-    state._mp_policy = group.mp_policy = policy
-    for parameter in group.fsdp_params:
-        parameter.mp_policy = policy
+    # The state casts inputs and outputs of forward, parameters choose the dtypes of collectives;
+    # before torch 2.15 their group does.
+    state._mp_policy = policy
+    for one in (group, *group.fsdp_params):
+        if hasattr(one, "mp_policy"):
+            one.mp_policy = policy
+
+
+def fsdp_reduce_dtype(policy: Any, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces gradients of shards that are stored in a dtype.
+
+    A policy without `reduce_dtype` reduces in that of the shards since torch 2.15, and before in
+    that of the parameters that it gathers.
+    """
+    dtype: torch.dtype | None = policy.reduce_dtype
+    if dtype is None and torch.__version__ < "2.15":
+        dtype = policy.param_dtype
+    return dtype or stored
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -589,20 +618,37 @@ def _attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
-# What a pass that was interrupted leaves behind: attributes, and lists or dictionaries.
-_PASS_STATE = {
-    "group": (
-        "_all_gather_result _post_reduce_event _all_reduce_state _reshard_after_forward_event"
-        " _partial_reduce_output"
-    ).split(),
-    "group lists": ["_post_forward_indices"],
-    "communication": ["all_gather_state", "reduce_scatter_state"],
-    "communication lists": [
-        "post_forward_order",
-        "reduce_scatter_states",
-        "_last_post_reduce_events",
-    ],
+_EMPTY = object()
+"""Stands for what is emptied, and not replaced."""
+
+_BEFORE_A_PASS: dict[str, dict[str, Any]] = {
+    "state": {"_modules_to_run_forward": _EMPTY},
+    "context": {
+        "iter_forward_root": None,
+        "post_backward_final_callback_queued": False,
+        "manual_backward_finalization_active": None,
+        "gradient_reduction_pending": False,
+    },
+    "communication": {
+        "all_gather_state": None,
+        "reduce_scatter_state": None,
+        "active_gradient_reduction": None,
+        "post_forward_order": _EMPTY,
+        "reduce_scatter_states": _EMPTY,
+        "_last_post_reduce_events": _EMPTY,
+    },
+    "group": {
+        "_all_gather_result": None,
+        "_post_reduce_event": None,
+        "_all_reduce_state": None,
+        "_reshard_after_forward_event": None,
+        "_partial_reduce_output": None,
+        "_partial_reduce_output_layout": _EMPTY,
+        "_post_backward_pending": False,
+        "_post_forward_indices": _EMPTY,
+    },
 }
+"""What a pass changes in the objects of FSDP2, of all versions of torch, and what it was before."""
 
 
 def fsdp_reset_refusal(model: nn.Module) -> str | None:
@@ -625,26 +671,27 @@ def reset_fsdp(model: nn.Module) -> None:
     """
     for _, state in _fsdp_states(model):
         idle = type(state._training_state).IDLE
-        state._training_state, context = idle, state._state_ctx
-        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
-        _clear(state, (), ["_modules_to_run_forward"])
-        _clear(state._comm_ctx, _PASS_STATE["communication"], _PASS_STATE["communication lists"])
+        state._training_state = idle
+        _set_back(state, "state")
+        _set_back(state._state_ctx, "context")
+        _set_back(state._comm_ctx, "communication")
         for group in _param_groups(state):
             group._training_state = idle
-            _clear(group, _PASS_STATE["group"], _PASS_STATE["group lists"])
+            _set_back(group, "group")
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                # Since torch 2.15 this is the gradient of the whole parameter, and read-only.
+                if "unsharded_accumulated_grad" in vars(parameter):
+                    parameter.unsharded_accumulated_grad = None
                 if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                     whole.grad = None
             group._to_sharded()
 
 
-def _clear(owner: Any, values: Sequence[str], containers: Sequence[str]) -> None:
-    for name in values:
-        if hasattr(owner, name):
-            setattr(owner, name, None)
-    for name in containers:
-        if hasattr(owner, name):
+def _set_back(owner: Any, kind: str) -> None:
+    for name, before in _BEFORE_A_PASS[kind].items():
+        if before is not _EMPTY and hasattr(owner, name):
+            setattr(owner, name, before)
+        elif before is _EMPTY and hasattr(owner, name):
             getattr(owner, name).clear()
 
 

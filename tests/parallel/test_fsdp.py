@@ -231,6 +231,21 @@ def test_groups_are_gathered_in_16_bits_and_reduced_in_float32_by_default(two):
     assert two[0]["groups"]["default"] == {(torch.float16, torch.float32, False)}
 
 
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("default", "float32"),
+        ("grad_dtype", "bfloat16"),
+        # torch's own default: the dtype of the gathered weights, and of the shards since 2.15.
+        ("policy without reduce_dtype", "bfloat16" if torch.__version__ < "2.15" else "float32"),
+    ],
+)
+def test_gradients_are_reduced_in_the_dtype_that_the_plan_says(two, case, dtype):
+    reason = f"float32 shard, gathered in bfloat16, gradient reduced in {dtype}"
+    for rank in two:
+        assert rank["reductions"][case] == (reason, {dtype})
+
+
 def test_norms_in_groups_of_their_own_are_gathered_in_float32(two):
     groups = two[0]["groups"]["groups"]
     assert ("FSDPLayerNorm", None, torch.bfloat16) in groups

@@ -24,6 +24,7 @@ from mezzo.scaling import gradients, mesh
 
 STEPS = 4
 LEARNING_RATE = 1e-2
+_REDUCE_SCATTER = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class Block(nn.Module):
@@ -220,6 +221,14 @@ def two_ranks(rank: int) -> dict[str, Any]:
     results["function"] = _function_step(rank)
     results["orders"] = _orders(rank)
     results["groups"] = _groups()
+    results["reductions"] = {
+        "default": _reduce({}, "bfloat16"),
+        "grad_dtype": _reduce({}, "bfloat16", grad_dtype="bfloat16"),
+        "policy without reduce_dtype": _reduce(
+            {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)},
+            "bfloat16",
+        ),
+    }
     results["refused"] = _refused(rank)
     results["batch norm"] = _batch_norm()
     results["undecorate"] = _undecorate(rank)
@@ -439,6 +448,22 @@ def _groups() -> dict[str, Any]:
             for group in fsdp_groups(default)
         },
     }
+
+
+def _reduce(sharding: dict[str, Any], dtype: str, **options: Any) -> tuple[str, set[str]]:
+    """What the plan says of a weight, and the dtypes in which FSDP2 has reduced gradients."""
+    model = shard(make_model(), **sharding)
+    plan = mezzo.plan(model, adamw(model), "O2", dtype=dtype, **options)
+    (reason,) = (row.reason for row in plan.rows if row.name == "head.weight")
+    mezzo.decorate(model, adamw(model), "O2", dtype=dtype, **options)
+    # The newer of the two names is the one that FSDP2 calls, if torch has it.
+    name = next(one for one in _REDUCE_SCATTER if hasattr(distributed, one))
+    reduce_scatter = getattr(distributed, name)
+    with mock.patch.object(distributed, name, wraps=reduce_scatter) as collective:
+        model(make_batches()[0][0]).float().sum().backward()
+    given = [{**dict(enumerate(call.args)), **call.kwargs} for call in collective.call_args_list]
+    dtypes = {one.dtype for call in given for one in call.values() if torch.is_tensor(one)}
+    return reason, {str(one).removeprefix("torch.") for one in dtypes}
 
 
 def _different_settings(rank: int) -> str:

@@ -330,7 +330,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    norms = [norm for same in by_dtype.values() for norm in foreach_norm(same, 2, torch.float32)]
+    norms = [norm for same in by_dtype.values() for norm in foreach_norm(same, dtype=torch.float32)]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 

@@ -17,7 +17,13 @@ from torch import distributed, nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
-from mezzo._torch import BatchOrInstanceNorm, FsdpGroup, fsdp_groups, fsdp_reset_refusal
+from mezzo._torch import (
+    BatchOrInstanceNorm,
+    FsdpGroup,
+    fsdp_groups,
+    fsdp_reduce_dtype,
+    fsdp_reset_refusal,
+)
 from mezzo.optim.binding import optimizer_binding
 from mezzo.policy.policy import Policy
 from mezzo.policy.presets import is_torch
@@ -54,8 +60,8 @@ class GroupPrecision:
     def reason(self) -> str:
         """How the parameters of this group are stored, gathered and reduced."""
         gathered = self.policy.param_dtype or torch.float32
-        reduced = self.policy.reduce_dtype or gathered
         stored = gathered if self.casts_shards else torch.float32
+        reduced = fsdp_reduce_dtype(self.policy, stored)
         return (
             f"{dtype_name(stored)} shard, gathered in {dtype_name(gathered)}, gradient reduced in"
             f" {dtype_name(reduced)}"
