@@ -269,7 +269,7 @@ def test_a_pickled_model_is_read_without_mezzo():
         assert b"mezzo" not in pickle.dumps(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_model_that_is_observed_can_be_traced():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
