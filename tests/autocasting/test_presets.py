@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.paddle_cases import CASES, DTYPES, NO_COUNTERPART, inputs_of, is_usable, letter
+from support.paddle_cases import CASES, DTYPES, NO_COUNTERPART, dtype_code, inputs_of, is_usable
 from support.torch_cases import CANNOT_RUN, Case, check, cpu_cases, cuda_cases, identify
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
@@ -29,10 +29,10 @@ def policy_of(variant: str, listed: tuple[str, ...]) -> mezzo.Policy:
 def run(case, row, variant: str) -> str:
     half, inputs = DTYPES[row.half], inputs_of(case, row)
     if variant in ("none", "O0"):
-        return letter(case.call(*inputs).dtype, half)
+        return dtype_code(case.call(*inputs).dtype, half)
     listed = paddle.NAMES.known[row.listed] if case.listed is None else case.listed
     with mezzo.autocast("cpu", dtype=half, policy=policy_of(variant, listed)):
-        return letter(case.call(*inputs).dtype, half)
+        return dtype_code(case.call(*inputs).dtype, half)
 
 
 @pytest.mark.thinned(2)

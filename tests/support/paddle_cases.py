@@ -167,7 +167,7 @@ CASES = {
 }
 
 
-def letter(dtype: torch.dtype, half: torch.dtype) -> str:
+def dtype_code(dtype: torch.dtype, half: torch.dtype) -> str:
     return "h" if dtype is half else {torch.float32: "f", torch.bool: "b", torch.int64: "i"}[dtype]
 
 

@@ -6,7 +6,7 @@ A row has the output dtype of one op for a level, a custom list, a 16-bit dtype 
 from __future__ import annotations
 
 import pytest
-from support.paddle_cases import CASES, DTYPES, Case, inputs_of, is_usable, letter
+from support.paddle_cases import CASES, DTYPES, Case, dtype_code, inputs_of, is_usable
 
 from mezzo.compat import paddle
 from mezzo.compat.paddle.amp import _auto_cast
@@ -24,7 +24,7 @@ def output_dtype(case: Case, row, variant: str) -> str:
     level, *options = variant.split("_")
     inputs = inputs_of(case, row)
     if level == "none":
-        return letter(case.call(*inputs).dtype, DTYPES[row.half])
+        return dtype_code(case.call(*inputs).dtype, DTYPES[row.half])
     lists = {
         f"custom_{color}_list": {row.listed} for color in ("white", "black") if color in options
     }
@@ -34,7 +34,7 @@ def output_dtype(case: Case, row, variant: str) -> str:
         use_promote="nopromote" not in options,
         **lists,
     ):
-        return letter(case.call(*inputs).dtype, DTYPES[row.half])
+        return dtype_code(case.call(*inputs).dtype, DTYPES[row.half])
 
 
 @pytest.mark.thinned(6)
