@@ -198,6 +198,28 @@ def test_a_captured_step_with_patches_equals_the_eager_one():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_feed_forward_block_equals_that_of_torch_to_the_bit(dtype):
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(256, 4, 1024, 0.1, batch_first=True).cuda()
+    model = copy.deepcopy(plain)
+    mezzo.decorate(model, torch.optim.SGD(model.parameters(), 0.1), "O2", dtype=dtype)
+    assert "_ff_block" in vars(model)
+    plain.to(dtype)
+    x = torch.randn(8, 64, 256, device="cuda", dtype=dtype)
+    results = []
+    for layer in (plain, model):
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        out = layer._ff_block(inputs)
+        # Some gradients overflow.
+        out.backward(torch.randn_like(out) * torch.finfo(dtype).max / 2)
+        linears = (layer.linear1, layer.linear2)
+        results.append([out, inputs.grad, *(one.weight.grad for one in linears)])
+    for ours, torchs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("before", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_captured_step_trains_a_16_bit_model_as_its_float32_copy(before, dtype):

@@ -1,4 +1,4 @@
-"""Layers that are computed in a faster form on GPUs: padded linear layers, convolved patches."""
+"""Layers with a better form on GPUs: padded linear layers, patches, feed-forward blocks."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def assert_equal_results(layer: nn.Module, faster: nn.Module, x: torch.Tensor) -
     results = []
     for one in (layer, faster):
         inputs = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-        outputs = one(inputs)
         torch.manual_seed(1)
+        outputs = one(inputs)
         outputs.backward(torch.randn(outputs.shape, dtype=outputs.dtype))
         results.append([outputs, inputs.grad, *(value.grad for value in one.parameters())])
     for expected, value in zip(*results, strict=True):
@@ -137,22 +137,138 @@ def test_results_are_in_the_dtype_of_autocast():
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape"),
-    [(nn.Linear(1024, ODD), (2, 1024)), (nn.Conv2d(3, 8, 4, stride=4), (2, 3, 8, 8))],
-    ids=["linear", "convolution"],
+    ("layer", "method", "shape"),
+    [
+        (nn.Linear(1024, ODD), "forward", (2, 1024)),
+        (nn.Conv2d(3, 8, 4, stride=4), "forward", (2, 3, 8, 8)),
+        (nn.TransformerEncoderLayer(8, 2), "_ff_block", (3, 5, 8)),
+    ],
+    ids=["linear", "convolution", "transformer layer"],
 )
-def test_undo_and_pickle_give_the_forward_of_the_class(layer, shape):
+def test_undo_and_pickle_give_the_method_of_the_class(layer, method, shape):
     layer = copy.deepcopy(layer)
     (faster,) = find_faster_layers([layer], O2, "cuda")
     undo = faster.apply()
-    assert "forward" in layer.__dict__
+    assert method in layer.__dict__
     loaded = pickle.loads(pickle.dumps(layer))
-    assert loaded.forward.__func__ is type(layer).forward
+    assert getattr(loaded, method).__func__ is getattr(type(layer), method)
     x = torch.randn(shape)
-    torch.testing.assert_close(loaded(x), layer(x))
+    results = []
+    for one in (layer, loaded):
+        torch.manual_seed(0)
+        results.append(one(x))
+    torch.testing.assert_close(*results)
     undo()
-    assert "forward" not in layer.__dict__
+    assert method not in layer.__dict__
 
 
 def test_linear_outputs_are_contiguous():
     assert apply(nn.Linear(1024, ODD))(torch.ones(2, 1024)).view(-1).shape == (2 * ODD,)
+
+
+# -- feed-forward blocks ---------------------------------------------------------------------------
+
+WIDTH = 8
+
+
+class Decoder(nn.TransformerDecoderLayer):
+    """May override `_ff_block`."""
+
+
+class OwnMemory(nn.Module):
+    """A decoder layer whose input is its memory too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(WIDTH, 2, 4 * WIDTH, 0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, x)
+
+
+def encoder_layer(dropout: float = 0.3, activation="relu") -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, dropout, activation, batch_first=True)
+
+
+def test_transformer_layers_with_relu_and_dropout_are_found():
+    layers = {
+        "encoder": encoder_layer(),
+        "module": encoder_layer(activation=nn.ReLU()),
+        "decoder": nn.TransformerDecoderLayer(WIDTH, 2),
+        "gelu": encoder_layer(activation="gelu"),
+        "no dropout": encoder_layer(0.0),
+        "all dropped": encoder_layer(1.0),
+        "subclass": Decoder(WIDTH, 2),
+    }
+    assert found(nn.ModuleDict(layers)) == ["encoder", "module", "decoder"]
+
+
+@pytest.mark.parametrize("op", ["relu", "dropout"])
+def test_transformer_layers_are_left_alone_if_the_policy_has_a_rule_for_a_part(op):
+    assert found(encoder_layer(), mezzo.Policy(level="O2", full={op})) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("make", [encoder_layer, OwnMemory])
+def test_a_feed_forward_block_gives_the_outputs_and_gradients_of_the_plain_one(make, training):
+    plain = make().double().train(training)
+    assert_equal_results(plain, apply(plain), torch.randn(3, 5, WIDTH, dtype=torch.float64))
+
+
+def hidden_tensors_kept(layer: nn.Module) -> int:
+    """Return how many tensors as large as the hidden one a training pass keeps for backward."""
+    x = torch.randn(3, 5, WIDTH)
+    hidden, storages = x.numel() * 4, set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == hidden and not isinstance(tensor, nn.Parameter):
+            storages.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layer(x)
+    output.sum().backward()
+    return len(storages)
+
+
+def test_a_feed_forward_block_keeps_one_hidden_tensor_for_backward():
+    layer = encoder_layer()
+    assert (hidden_tensors_kept(layer), hidden_tensors_kept(apply(layer))) == (3, 1)
+
+
+def test_infinite_and_nan_gradients_and_values_pass_a_feed_forward_block():
+    layer = encoder_layer()
+    # Layer norms after the block would hide what it returns.
+    expected, value = layer, apply(layer)
+    for position in range(WIDTH):
+        x = torch.randn(1, 2, WIDTH)
+        x[..., position] = (torch.inf, torch.nan)[position % 2]
+        results = []
+        for one in (expected, value):
+            inputs = x.clone().requires_grad_()
+            torch.manual_seed(position)
+            one._ff_block(inputs).backward(torch.full((1, 2, WIDTH), torch.inf))
+            results.append(inputs.grad.isfinite())
+        assert torch.equal(*results)
+
+
+def test_hooks_in_a_feed_forward_block_are_called():
+    layer = apply(encoder_layer())
+    called = []
+    layer.dropout.register_forward_hook(lambda *_: called.append("dropout"))
+    layer(torch.randn(3, 5, WIDTH))
+    assert called == ["dropout"]
+
+
+def test_a_feed_forward_block_is_differentiated_twice():
+    layer = encoder_layer().double()
+    x = torch.randn(1, 2, WIDTH, dtype=torch.float64)
+    gradients = []
+    for one in (layer, apply(layer)):
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(0)
+        (gradient,) = torch.autograd.grad(
+            one._ff_block(inputs).square().sum(), inputs, create_graph=True
+        )
+        gradients.append(torch.autograd.grad(gradient.square().sum(), inputs)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)

@@ -1,17 +1,20 @@
-"""Layers that a GPU computes faster in another form: padded outputs, patches as matrix products."""
+"""Layers with a form that is faster on a GPU, or that keeps fewer tensors for backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 
+from mezzo._torch import is_functorch_tensor
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Rule
 
@@ -26,42 +29,51 @@ H200 in float16 2 to 6 times as long for 16 × 16 and 4 × 4 patches; with 96 ch
 
 @dataclass(frozen=True, eq=False)
 class FasterLayer:
-    """A layer and the form that is faster."""
+    """A layer, and a form of one of its methods that is faster or takes less memory."""
 
     name: str
     module: nn.Module
-    forward: Callable[[Any, Tensor], Tensor]
-    """Computes what the layer computes."""
+    method: Callable[[Any, Tensor], Tensor]
+    """Computes what the layer's method of this name computes."""
     reason: str
 
     def __str__(self) -> str:
         return f"{self.name} {self.reason}"
 
     def apply(self) -> Callable[[], None]:
-        """Replace the forward of the layer; return a function that restores it."""
-        self.module.__dict__["forward"] = MethodType(self.forward, self.module)
-        return partial(self.module.__dict__.pop, "forward", None)
+        """Replace the method of the layer; return a function that restores it."""
+        name = self.method.__name__
+        self.module.__dict__[name] = MethodType(self.method, self.module)
+        return partial(self.module.__dict__.pop, name, None)
 
 
 def find_faster_layers(
     models: Iterable[nn.Module], policy: Policy, device: str
 ) -> tuple[FasterLayer, ...]:
-    """Return the layers that have a faster form, which happens on GPUs only."""
+    """Return the layers that have a better form, which happens on GPUs only."""
     return tuple(_find(models, policy)) if device == "cuda" else ()
 
 
 def _find(models: Iterable[nn.Module], policy: Policy) -> Iterator[FasterLayer]:
-    # Its rule for convolutions would not apply to a matrix product.
-    lists_conv = any("conv2d" in policy.ops_with_rule(rule) for rule in Rule)
+    listed = frozenset[str]().union(*map(policy.ops_with_rule, Rule))
     for model in models:
         for name, module in model.named_modules():
-            if "forward" in module.__dict__:
-                continue
-            # A subclass may do more than the product.
-            if type(module) is nn.Linear and _is_faster_padded(module):
-                yield FasterLayer(name, module, _padded_linear, _padding_reason(module))
-            elif type(module) is nn.Conv2d and not lists_conv and _is_few_channel_patch(module):
-                yield FasterLayer(name, module, _patch_product, _PATCH_REASON)
+            form = None if "forward" in module.__dict__ else _form(module, listed)
+            if form is not None:
+                yield FasterLayer(name, module, *form)
+
+
+def _form(module: nn.Module, listed: AbstractSet[str]) -> tuple[Callable[..., Tensor], str] | None:
+    """Return the method of a better form and its reason, if all its ops are in no list."""
+    # A subclass may do more than the layer.
+    if type(module) is nn.Linear and _is_faster_padded(module):
+        return _padded_linear, _padding_reason(module)
+    # A rule for convolutions would not apply to a matrix product.
+    if type(module) is nn.Conv2d and "conv2d" not in listed and _is_few_channel_patch(module):
+        return _patch_product, _PATCH_REASON
+    if type(module) in _TRANSFORMER_LAYERS and not listed & _DROPPED and _drops_relu(module):
+        return _feed_forward, _DROPPED_REASON
+    return None
 
 
 # -- linear layers ---------------------------------------------------------------------------------
@@ -131,6 +143,57 @@ def _patch_product(module: nn.Conv2d, input: Tensor) -> Tensor:  # noqa: A002 - 
     return images.contiguous() if input.is_contiguous() else images
 
 
-# A method is pickled by its name: an unpickled layer has the forward of its class, which returns
-# the same.
+# -- feed-forward blocks of torch's transformer layers ---------------------------------------------
+
+_TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_DROPPED = {"relu", "dropout"}
+_DROPPED_REASON = "keeps one tensor of its ReLU and dropout for backward instead of three"
+
+
+class _DroppedReLU(torch.autograd.Function):
+    """ReLU, then dropout, with only their output kept for backward.
+
+    Each of them keeps a tensor of 16 bits or a mask beside the output, which the next product keeps
+    anyway. The output is zero exactly where one of them made it zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, probability: float) -> Tensor:  # noqa: A002 - torch's name
+        output = F.dropout(F.relu(input), probability)
+        ctx.save_for_backward(output)
+        ctx.factor = 1 / (1 - probability)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (output,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(gradients[0] * ctx.factor, output, 0), None
+
+
+def _drops_relu(layer: Any) -> bool:
+    """Return whether a transformer layer applies a ReLU, then dropout, which does something."""
+    has_relu = layer.activation in (F.relu, torch.relu) or type(layer.activation) is nn.ReLU
+    return has_relu and type(layer.dropout) is nn.Dropout and 0 < layer.dropout.p < 1
+
+
+def _feed_forward(layer: Any, x: Tensor) -> Tensor:
+    parts = (layer.dropout, layer.activation)
+    if (
+        is_dynamo_compiling()
+        or is_functorch_tensor(x)
+        or not (layer.dropout.training and _drops_relu(layer))
+        or any(getattr(one, "_forward_hooks", None) for one in parts)
+        or any(getattr(one, "_forward_pre_hooks", None) for one in parts)
+    ):
+        plain: Tensor = type(layer)._ff_block(layer, x)
+        return plain
+    hidden: Tensor = _DroppedReLU.apply(layer.linear1(x), layer.dropout.p)  # type: ignore[no-untyped-call]
+    is_decoder = isinstance(layer, nn.TransformerDecoderLayer)
+    last_dropout = layer.dropout3 if is_decoder else layer.dropout2
+    outputs: Tensor = last_dropout(layer.linear2(hidden))
+    return outputs
+
+
+# A method is pickled by its name: an unpickled layer has that of its class, which returns the same.
 _padded_linear.__name__ = _patch_product.__name__ = "forward"
+_feed_forward.__name__ = "_ff_block"

@@ -85,7 +85,7 @@ class Plan:
     rows: tuple[PlanRow, ...]
     """Every floating-point parameter and buffer, tied ones once."""
     faster_layers: tuple[str, ...] = ()
-    """Descriptions of layers that are computed in a form that is faster on a GPU."""
+    """Descriptions of layers that get a form which is faster on a GPU, or takes less memory."""
     defer_to_autocast: bool = False
     """Whether an enabled autocast region around a call is used instead of the model's own."""
     sharded: bool = False
