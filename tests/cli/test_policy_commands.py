@@ -64,6 +64,16 @@ def test_explain_of_an_op_prints_its_dtype_and_the_reason():
     )
 
 
+def test_explain_of_an_op_names_the_device(monkeypatch):
+    assert "That is on cpu, " in printed("explain", "softmax", "--device", "cpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "Pass --device cuda for a GPU." in printed("explain", "softmax")
+    text = printed("explain", "O2", "softmax", "--device", "cuda", "--dtype", "float16")
+    assert text.startswith("softmax runs in float32: sums exponentials")
+    assert "That is on cuda, which this machine does not have: " in text
+
+
 @pytest.mark.parametrize("arguments", [("O3", "softmax"), ("policy.toml", "softmax")])
 def test_explain_of_an_op_under_a_policy_prints_json(arguments):
     mezzo.Policy("O3").save("policy.toml")

@@ -513,6 +513,15 @@ def test_explain_on_a_device_without_16_bit_dtypes_neither_warns_nor_emits(on):
     assert events == []
 
 
+@pytest.mark.parametrize("on_unsupported", ["warn", "error"])
+def test_explain_describes_a_device_that_is_not_there(on, on_unsupported):
+    on(dataclasses.replace(device(NONE, NONE), absent="no such device is visible"))
+    policy = Policy("O1", half={"add"}, on_unsupported=on_unsupported)
+    assert policy.explain("add", torch.float32).dtype is torch.float16
+    assert dataclasses.replace(policy, dtype="bfloat16").explain("add").dtype is torch.bfloat16
+    assert Policy("O0").explain("add", torch.float32).dtype is torch.float32
+
+
 def test_explain_reports_refused_where_on_unsupported_is_error(on):
     on(device(NATIVE, NONE))
     decision = Policy("O1", "bfloat16", on_unsupported="error").explain("linear", torch.float32)

@@ -62,6 +62,8 @@ class Hardware:
     """Support for float16."""
     bfloat16: Support
     """Support for bfloat16."""
+    absent: str | None = None
+    """Why this machine has no such device; None if it has one."""
 
     def support(self, dtype: str | torch.dtype) -> Support:
         """Return the support for a 16-bit dtype, or for float32, which every device has."""
@@ -130,7 +132,14 @@ def judge(facts: DeviceFacts) -> Hardware:
         float16 = bfloat16 = _unsupported(facts.absent)
     else:
         float16, bfloat16 = _JUDGES[facts.backend](facts)
-    return Hardware(facts.device, facts.name, facts.capability, float16=float16, bfloat16=bfloat16)
+    return Hardware(
+        facts.device,
+        facts.name,
+        facts.capability,
+        float16=float16,
+        bfloat16=bfloat16,
+        absent=facts.absent,
+    )
 
 
 def _native(reason: str) -> Support:

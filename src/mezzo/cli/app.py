@@ -342,8 +342,10 @@ def explain(
         fail(error)
     if as_json:
         print_json(data)
-    else:
-        typer.echo(str(summary))
+        return
+    typer.echo(str(summary))
+    if target is not None and not is_factory:
+        typer.echo(explaining.device_note(device))
 
 
 @app.command(epilog="Example: mezzo convert train:make_model -o model.pt2 --dtype float16")

@@ -109,6 +109,15 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     }
 
 
+def device_note(device: str | None) -> str:
+    """Return the device that an op was explained for, as a sentence."""
+    facts = hardware(device)
+    if facts.absent is not None:
+        return f"That is on {facts.device}, which this machine does not have: {facts.absent}."
+    hint = " Pass --device cuda for a GPU." if device is None and facts.device == "cpu" else ""
+    return f"That is on {facts.device}, {facts.name}.{hint}"
+
+
 def _name(dtype: torch.dtype | None) -> str:
     return "float32" if dtype is None else dtype_name(dtype)
 

@@ -203,16 +203,21 @@ class Policy:
         """Return the dtype in which an op runs on a device, with the rule and the reason.
 
         `inputs` are the dtypes of its floating-point inputs (float32 if none is passed), and
-        `arguments` are other arguments of the call, which conditional entries may depend on.
+        `arguments` are other arguments of the call, which conditional entries may depend on. A
+        device that this machine does not have is explained as if it were there, in float16 unless
+        the policy has a dtype.
 
         >>> print(Policy("O1", "float16", preset="torch-cuda").explain("softmax", torch.float16))
         softmax runs in float32: sums exponentials: float16 overflows past 65504.
         """
         facts = hardware(device)
         resolved = resolve_quietly(self, facts)
-        if resolved.dtype is not None:
+        dtype = resolved.dtype
+        if facts.absent is not None and self.level is not Level.O0:
+            dtype = self.dtype or torch.float16
+        if dtype is not None:
             return decide.explain(
-                self, op, inputs, dtype=resolved.dtype, device=facts.device, arguments=arguments
+                self, op, inputs, dtype=dtype, device=facts.device, arguments=arguments
             )
         if self.level is not Level.O0 and self.on_unsupported is OnUnsupported.ERROR:
             reason = f"on_unsupported='error', and {resolved.reason}"
