@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
 from mezzo._torch import is_functorch_tensor
@@ -179,7 +179,7 @@ def _drops_relu(layer: Any) -> bool:
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
     parts = (layer.dropout, layer.activation)
     if (
-        is_dynamo_compiling()
+        is_compiling()
         or is_functorch_tensor(x)
         or not (layer.dropout.training and _drops_relu(layer))
         or any(getattr(one, "_forward_hooks", None) for one in parts)
