@@ -92,6 +92,8 @@ def test_a_kind_of_scheduler_that_cannot_run_ahead_raises() -> None:
         check_kind(new_scheduler("step")[0], scheduler)
     with pytest.raises(UnsupportedError, match="metric"):
         check_kind(optimizer, lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(UnsupportedError, match=r"StepLR is a class\. .* StepLR\(optimizer, "):
+        check_kind(optimizer, lr_scheduler.StepLR)
     scheduler.step = lambda: None
     with pytest.raises(UnsupportedError, match=r"step\(\) of its own"):
         check_kind(optimizer, scheduler)

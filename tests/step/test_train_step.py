@@ -352,6 +352,14 @@ class TestErrors:
         with pytest.raises(mezzo.PolicyError, match="loss_fn"):
             mezzo.TrainStep(made.model, "mse", made.optimizer)
 
+    def test_a_model_that_is_no_module(self):
+        made = Made("mlp")
+        with pytest.raises(mezzo.PolicyError, match=r"model=list is not a torch\.nn\.Module"):
+            mezzo.TrainStep([*made.model.parameters()], boosted, made.optimizer)
+        step = mezzo.TrainStep(made.model, boosted, made.optimizer, dtype="bfloat16")
+        with pytest.raises(mezzo.PolicyError, match="the attribute model of this TrainStep"):
+            mezzo.EvalStep(step)
+
     def test_a_scheduler_of_another_optimizer(self):
         made, other = Made("mlp"), Made("mlp")
         scheduler = lr_scheduler.StepLR(other.optimizer, 1)

@@ -50,6 +50,11 @@ def check(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler)
 def check_kind(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
     """Raise `UnsupportedError` for a kind of scheduler whose values cannot be computed ahead."""
     if not isinstance(scheduler, lr_scheduler.LRScheduler):
+        if isinstance(scheduler, type):
+            raise UnsupportedError(
+                f"scheduler={scheduler.__name__} is a class. Pass a scheduler of the optimizer:"
+                f" {scheduler.__name__}(optimizer, ...)."
+            )
         raise UnsupportedError(
             f"scheduler={scheduler!r} is not one of torch.optim.lr_scheduler. {_REMEDY}"
         )

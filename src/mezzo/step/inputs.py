@@ -42,6 +42,13 @@ class ModelArguments:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            has_model = isinstance(getattr(model, "model", None), nn.Module)
+            shown = type(model).__name__
+            raise PolicyError(
+                f"model={shown} is not a torch.nn.Module. Pass the model itself"
+                + (f": the attribute model of this {shown}." if has_model else ".")
+            )
         self._model = model
         self._unpacks: dict[Hashable, bool] = {}
         """Whether a container is unpacked, by its type and its names or its length."""
