@@ -51,6 +51,17 @@ def test_an_update_writes_scale_and_skips():
     assert metrics.scale_and_skips() == (2.0, 1)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_writing_metrics_is_not_among_the_ops_of_a_step(dtype):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mezzo.TrainStep(model, torch.nn.functional.mse_loss, optimizer, "O1", dtype=dtype)
+    with mezzo.op_stats(step) as ops:
+        step(torch.ones(3, 4), torch.zeros(3, 2))
+    assert step.metrics.loss > 0.0
+    assert "float64" not in {row.dtype for row in ops.rows}
+
+
 def test_a_nonfinite_loss_without_a_scaler_is_warned_about_once():
     metrics = MetricsBuffer(CPU, None)
     metrics.write(torch.tensor(float("nan")), False)

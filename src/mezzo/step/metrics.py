@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from math import isfinite
@@ -12,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from mezzo import _events, _launch
+from mezzo._torch import DisableTorchDispatch
 from mezzo.scaling import capture, check_unscale
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.schedule_sync import groups_of
@@ -135,7 +137,8 @@ class MetricsBuffer:
             if counters is None or not isinstance(found_nonfinite, torch.Tensor):
                 numbers = (found_nonfinite, *capture.host_counters(self._scaler))
                 place = slice(MetricIndex.SKIPPED, MetricIndex.RATE)
-                self.memory[place] = self.memory.new_tensor([*map(float, numbers)])
+                with DisableTorchDispatch():
+                    self.memory[place] = self.memory.new_tensor([*map(float, numbers)])
                 counters = None
                 if self.history is not None and _launch.has_triton(self._device):
                     table = _launch.table_on(self._device, torch.tensor([*map(float, numbers), 0]))
@@ -143,7 +146,8 @@ class MetricsBuffer:
             else:
                 flag = found_nonfinite.reshape(()).to(counters)
         if isinstance(rate, float | int):
-            self.memory[MetricIndex.RATE] = rate
+            with DisableTorchDispatch():
+                self.memory[MetricIndex.RATE] = rate
             rate = None
         tensors = _Tensors(
             None if loss is None else loss.detach(), flag, counters, rate, square_sum
@@ -196,7 +200,13 @@ class MetricsBuffer:
             _launch.run_kernel(metrics_kernel, 1, (self.memory, *numbers), constants, self._device)
 
     def _copy(self, tensors: _Tensors) -> None:
-        """Write by one copy for each metric."""
+        """Write by one copy for each metric, which modes that count ops do not see."""
+        # Dispatch is how tensors of other types, such as a DTensor, work.
+        is_plain = all(value is None or type(value) is torch.Tensor for value in tensors)
+        with DisableTorchDispatch() if is_plain else nullcontext():
+            self._copy_each(tensors)
+
+    def _copy_each(self, tensors: _Tensors) -> None:
         norm = None if tensors.square_sum is None else tensors.square_sum.sqrt()
         for index, value in (
             (MetricIndex.LOSS, tensors.loss),
