@@ -14,10 +14,11 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
-from mezzo.step.components import Capture, StepComponents
-from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
+from mezzo.step.components import StepComponents
+from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics
+from mezzo.step.options import AccumulationPhase, Body, Capture, StepOptions
 from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
 from mezzo.step.rank_agreement import check_shared_settings
 from mezzo.step.runners import Runner, agreed_runner, runner_for
@@ -385,23 +386,3 @@ class Step:
         )
         self._executor.resume()
         self._runner.drop_graphs()
-
-
-def check_mean_over(mean_over: Any) -> None:
-    """Raise `PolicyError` unless this is a number of calls, or None."""
-    is_number = isinstance(mean_over, int) and not isinstance(mean_over, bool)
-    if mean_over is not None and (not is_number or mean_over < 1):
-        raise PolicyError(
-            f"mean_over={mean_over!r} is not a number of calls. Pass an integer of 1 or more, or"
-            " None."
-        )
-
-
-def check_accumulate(accumulate: int) -> int:
-    """Return the number of calls for each update; raise `PolicyError` unless it is one."""
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise PolicyError(
-            f"accumulate={accumulate!r} is not a number of calls for each update. Pass an integer"
-            " of 1 or more."
-        )
-    return accumulate

@@ -15,8 +15,9 @@ from mezzo.optim.device_binding import DeviceBinding, ReplayPlan, device_binding
 from mezzo.scaling import capture
 from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
-from mezzo.step.executor import AccumulationPhase, StepContext, StepExecutor
+from mezzo.step.executor import StepContext, StepExecutor
 from mezzo.step.inputs import Call, format_shapes
+from mezzo.step.options import AccumulationPhase
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.static_gradients import Gradients
 

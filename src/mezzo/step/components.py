@@ -20,7 +20,7 @@ from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.parallel.ddp import Replicas, find_replicas, inner_models
 from mezzo.policy.policy import Policy
-from mezzo.policy.types import Level, Master, ParsedEnum
+from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, optimizers_of
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import (
@@ -283,40 +283,3 @@ def _check_schedulers(
             )
         schedulers[one.optimizer] = one
     return schedulers
-
-
-class Capture(ParsedEnum):
-    """Whether a step is captured as a CUDA graph."""
-
-    AUTO = "auto"
-    """Captured if possible; else it runs eagerly, with a warning."""
-    ON = True
-    """Captured; `UnsupportedError` if that is not possible."""
-    OFF = False
-    """Runs eagerly."""
-
-
-class Layout(ParsedEnum):
-    """Whether a convolutional model is converted to channels_last."""
-
-    AUTO = "auto"
-    """Converted if that is faster, measured once with the first batch."""
-    ON = True
-    OFF = False
-
-    @classmethod
-    def _argument_name(cls) -> str:
-        return "channels_last"
-
-
-class Reduction(ParsedEnum):
-    """How the gradients of several calls are combined."""
-
-    MEAN = "mean"
-    """Averaged."""
-    SUM = "sum"
-    """Added."""
-
-    @classmethod
-    def _argument_name(cls) -> str:
-        return "accumulate_reduction"

@@ -21,7 +21,6 @@ from mezzo.prepare.keep_full import read_keep_full
 from mezzo.prepare.plan import PolicyArg
 from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
-from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
 from mezzo.step.input_kinds import MAX_GRAPHS, InputKind, InputKinds, check_max_graphs
 from mezzo.step.inputs import (
@@ -33,6 +32,7 @@ from mezzo.step.inputs import (
     move_inputs,
     signature,
 )
+from mezzo.step.options import Capture
 from mezzo.step.replay_timing import ReplayTiming
 
 _ADDRESS = methodcaller("data_ptr")

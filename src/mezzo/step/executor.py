@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,53 +21,15 @@ from mezzo.scaling.gradients import parameters, refuse_unreached
 from mezzo.scaling.mesh import local_tensors
 from mezzo.scaling.optimizer_step import advance
 from mezzo.scaling.step_result import StepResult
-from mezzo.step.components import Reduction, StepComponents
-from mezzo.step.input_kinds import MAX_GRAPHS
+from mezzo.step.components import StepComponents
 from mezzo.step.inputs import Call, move_inputs
 from mezzo.step.metrics import MetricsBuffer, Rate, first_rate
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
+from mezzo.step.options import AccumulationPhase, Body, Reduction, StepOptions
 from mezzo.step.outputs import split_loss
 from mezzo.step.profiler_ranges import Range, profiled
 from mezzo.step.static_gradients import Gradients, StaticGradients
 from mezzo.step.user_body import ScaledBackward, refuse_manual_step, stepping_threads
-
-Body = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step does with its inputs, its body and the gradients of several calls."""
-
-    accumulate: int
-    """Calls for each update."""
-    reduction: Reduction
-    """How the gradients of these calls are combined."""
-    custom_body: bool = False
-    """Whether the body is a user's function, which may call `loss.backward()` itself."""
-    takes_update: bool = False
-    """Whether the body takes `update`, which steps a single optimizer, as its first argument."""
-    closure_values: Callable[[], Hashable] = tuple
-    """Returns the plain values that the body closes over; a captured graph depends on them."""
-    casts_first_input: bool = False
-    """Whether the first argument goes to the model only, so that it can be cast in advance."""
-    channels_last: bool = False
-    """Whether images are converted to channels_last, as the model is."""
-    max_graphs: int = MAX_GRAPHS
-    """Kinds of inputs that graphs are kept for."""
-    same_shapes: bool = False
-    """Whether all ranks get inputs of equal kinds in every call, as the user has promised."""
-
-    @property
-    def loss_factor(self) -> float:
-        """What each loss is multiplied by before backward."""
-        return 1.0 / self.accumulate if self.reduction is Reduction.MEAN else 1.0
-
-
-class AccumulationPhase(NamedTuple):
-    """Position of a call among those that make up one update."""
-
-    first: bool
-    last: bool
 
 
 class StepExecutor:
@@ -76,7 +37,7 @@ class StepExecutor:
 
     def __init__(self, components: StepComponents, body: Body, options: StepOptions) -> None:
         self.components, self.options = components, options
-        self._body = body
+        self._body, self._loss_factor = body, options.loss_factor
         self.buffers = ModuleBuffers(components.models if components.scaler is not None else ())
         self._batch_counters = BatchCounters(components.models)
         self.metrics = MetricsBuffer(
@@ -141,7 +102,7 @@ class StepExecutor:
             self.buffers.save(modes)
         context = StepContext(
             self.components,
-            loss_factor=self.options.loss_factor,
+            loss_factor=self._loss_factor,
             can_update=self.options.accumulate == 1,
             finds_scale=self.finds_scale and phase.first,
         )
@@ -263,9 +224,7 @@ class StepExecutor:
 
     def compute_gradients(self, call: Call) -> None:
         """Run forward and scaled backward only: gradients are added to the existing ones."""
-        context = StepContext(
-            self.components, loss_factor=self.options.loss_factor, can_update=False
-        )
+        context = StepContext(self.components, loss_factor=self._loss_factor, can_update=False)
         self._forward_and_backward(context, call)
 
     def gradients(self) -> Gradients:

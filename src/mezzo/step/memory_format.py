@@ -18,9 +18,9 @@ from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
 from mezzo.scaling.mesh import any_sharded
-from mezzo.step.components import Layout
 from mezzo.step.cuda_graph import GraphCapturer, find_host_syncs
 from mezzo.step.inputs import IMAGE_DIMS, is_channels_last
+from mezzo.step.options import Layout
 
 ModelOrTensor = TypeVar("ModelOrTensor", nn.Module, torch.Tensor)
 

@@ -28,8 +28,8 @@ from mezzo.scaling.mesh import mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
 from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound
-from mezzo.step.executor import StepOptions
 from mezzo.step.input_kinds import REMEMBERED
+from mezzo.step.options import StepOptions
 
 _PLAIN = (bool, int, float, str, type(None))
 """Types of settings that are compared."""

@@ -17,21 +17,25 @@ from mezzo.prepare.arguments import Optimizer, Optimizers, inside_fabric, unwrap
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step import memory_format
-from mezzo.step.base import Step, check_accumulate, check_mean_over
+from mezzo.step.base import Step
 from mezzo.step.components import (
-    Capture,
-    Layout,
     PrecisionArgs,
-    Reduction,
     Scaler,
     Schedulers,
     StepComponents,
     prepare_components,
     restored_on_error,
 )
-from mezzo.step.executor import StepOptions
 from mezzo.step.input_kinds import MAX_GRAPHS, check_max_graphs
 from mezzo.step.inputs import Call, ModelArguments, call_model, closure_values, move_inputs
+from mezzo.step.options import (
+    Capture,
+    Layout,
+    Reduction,
+    StepOptions,
+    check_accumulate,
+    check_mean_over,
+)
 from mezzo.step.outputs import KeptOutputs, loss_of_output, split_loss
 from mezzo.step.padding import InputPadding, Padding
 
