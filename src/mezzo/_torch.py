@@ -558,7 +558,7 @@ def _fsdp_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     return list(reversed(states.values()))
 
 
-def set_sharded_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+def set_sharded_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
     """Set the data of a parameter that is a DTensor to a DTensor of any dtype.
 
     Setting `.data` alone changes what dtype the parameter has, and not its local tensor.

@@ -226,7 +226,7 @@ def format_time(seconds: float | None) -> str:
     """
     if seconds is None:
         return ""
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"  # noqa: PLR2004 - a millisecond
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

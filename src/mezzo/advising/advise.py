@@ -263,7 +263,7 @@ def _read(
             f"The model has {dtype_name(half)} parameters, and each level is compared with float32."
             " Pass a float32 model: mezzo.advise(model.float(), ...)."
         )
-    is_pair = isinstance(sample, tuple | list) and len(sample) == 2  # noqa: PLR2004 - inputs, target
+    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     if loss_fn is not None and not is_pair:
         raise PolicyError(
             f"With loss_fn the sample is (inputs, target), got {type(sample).__name__}. Pass"

@@ -247,7 +247,7 @@ class _ClipMode(TorchDispatchMode):
     """Sees ops that clip gradients in place while these are scaled."""
 
     def __init__(self, loop: Loop, watch: _ScalerWatch, trace: LoopTrace) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._loop, self._watch, self._trace = loop, watch, trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

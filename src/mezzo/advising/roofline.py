@@ -182,7 +182,7 @@ class _CostMode(TorchDispatchMode):
     """Counts the operations and bytes of each op."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # Imported here: it loads private parts of torch that training does not need.
         from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
 

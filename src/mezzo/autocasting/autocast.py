@@ -83,7 +83,7 @@ class autocast:  # noqa: N801 - torch's spelling
         /,
         dtype: torch.dtype | str | None = None,
         enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
-        cache_enabled: bool | None = None,  # noqa: FBT001
+        cache_enabled: bool | None = None,  # noqa: FBT001 - torch's call shape
         *,
         device_type: str | torch.device | None = None,
         policy: PolicyArg = None,

@@ -228,14 +228,14 @@ def _push_mode(region: Region) -> tuple[AutocastMode | None, bool, str]:
             return _NO_MODE
         register_with_dynamo()
         mode = AutocastMode(region.device, region.key)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        mode.__enter__()
         return mode, True, ""
     return mode, False, mode.use_table(region.key)
 
 
 def _pop_mode(mode: AutocastMode, key: str, *, pushed: bool) -> None:
     if pushed:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode.__exit__(None, None, None)
     else:
         mode.use_table(key)
 

@@ -146,7 +146,7 @@ def _names(name: str | None) -> Sequence[str]:
 
 def _workloads() -> dict[str, str]:
     """Return the built-in workloads: a line about each, by name."""
-    from mezzo.comparing.registry import WORKLOADS  # noqa: PLC0415 - not needed for a factory
+    from mezzo.comparing.registry import WORKLOADS
 
     return {**WORKLOADS, _PROGRAMS: _PROGRAMS_LINE}
 
@@ -169,7 +169,7 @@ def _run(name: str, options: Options, progress: Progress) -> Comparison:
 
 
 def _run_programs(options: Options, progress: Progress) -> Comparison:
-    from mezzo.comparing.paddle_runs import PROGRAMS, run_programs  # noqa: PLC0415
+    from mezzo.comparing.paddle_runs import PROGRAMS, run_programs
 
     device, done = torch.device(options.device or hardware().device), count()
     return run_programs(
@@ -181,7 +181,7 @@ def _run_programs(options: Options, progress: Progress) -> Comparison:
 
 
 def _load(name: str, options: Options) -> Workload:
-    from mezzo.comparing.registry import load_workload  # noqa: PLC0415
+    from mezzo.comparing.registry import load_workload
 
     return load_workload(name, options.preset, options.data)
 
@@ -254,7 +254,7 @@ def check_report(path: Path | None) -> None:
 
 def write_page(results: Results, path: Path, *, as_json: bool) -> None:
     """Write a page with charts, if something was measured."""
-    from mezzo.comparing.page import write_comparison  # noqa: PLC0415 - needs the extra
+    from mezzo.comparing.page import write_comparison
 
     if results.comparisons:
         typer.echo(f"Report: {write_comparison(results.comparisons, path)}", err=as_json)
@@ -262,9 +262,9 @@ def write_page(results: Results, path: Path, *, as_json: bool) -> None:
 
 def _print_comparison(comparison: Comparison) -> None:
     """Print a table of modes, their notes, the numbers of documents and the verdict."""
-    from rich import box  # noqa: PLC0415 - not needed for JSON
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
     found = mode_table(comparison)
     shown = [place for place, name in enumerate(found.columns) if name != "note"]

@@ -107,7 +107,10 @@ def _curves(comparison: Comparison, field: str) -> Figure | None:
         return None
     by_epoch = any(one.accuracy_curve for one in comparison.modes)
     share = field == "accuracy_curve"
-    traces = [_curve(one, getattr(one, field), comparison.steps, by_epoch, share) for one in modes]
+    traces = [
+        _curve(one, getattr(one, field), comparison.steps, by_epoch=by_epoch, share=share)
+        for one in modes
+    ]
     layout = {
         "xaxis": {"title": {"text": "epoch" if by_epoch else "step"}},
         "yaxis": {"tickformat": ".0%"} if share else {"rangemode": "tozero"},
@@ -122,8 +125,9 @@ def _curve(
     mode: ModeResult,
     values: Sequence[float],
     steps: int,
-    by_epoch: bool,  # noqa: FBT001
-    share: bool,  # noqa: FBT001
+    *,
+    by_epoch: bool,
+    share: bool,
 ) -> dict[str, Any]:
     count = len(values)
     numbers = range(1, count + 1)

@@ -41,15 +41,15 @@ def with_checks(exported: ExportedProgram) -> ExportedProgram:
 
 
 def lstm(
-    input: torch.Tensor,  # noqa: A002
+    input: torch.Tensor,
     hx: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
-    has_biases: bool,  # noqa: FBT001
+    has_biases: bool,
     num_layers: int,
     dropout: float,
-    train: bool,  # noqa: FBT001
-    bidirectional: bool,  # noqa: FBT001
-    batch_first: bool,  # noqa: FBT001
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
 ) -> Any:
     """Call `aten::lstm.input` if its weights and states fit its input."""
     states = [tuple(one.shape) for one in hx]
@@ -78,7 +78,7 @@ def lstm(
     ):
         raise _size_error("lstm", [input, *hx, *params])
     # The kernel ignores strides.
-    input, hx, params = (  # noqa: A001
+    input, hx, params = (
         input.contiguous(),
         [one.contiguous() for one in hx],
         [one.contiguous() for one in params],
@@ -100,11 +100,11 @@ def embedding_bag(
     weight: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
-    scale_grad_by_freq: bool,  # noqa: FBT001
+    scale_grad_by_freq: bool,
     mode: int,
-    sparse: bool,  # noqa: FBT001
+    sparse: bool,
     per_sample_weights: torch.Tensor | None,
-    include_last_offset: bool,  # noqa: FBT001
+    include_last_offset: bool,
     padding_idx: int | None,
 ) -> Any:
     """Call `aten::embedding_bag.padding_idx` if offsets and indices are in range.

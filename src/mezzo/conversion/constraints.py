@@ -333,18 +333,18 @@ def autocast_dtypes(
         results = float_values(node)
         if not results:
             found[node] = (
-                _autocast_dtype(node, listed_half(node), found) if role is Role.OP else False
+                _autocast_dtype(node, found, listed=listed_half(node)) if role is Role.OP else False
             )
         elif role is Role.ELEMENT and results[0].dtype is torch.float32:
             found[node] = found.get(node.args[0], False)  # type: ignore[arg-type]
         elif role is Role.OP and any(one.dtype is torch.float32 for one in results):
-            found[node] = _autocast_dtype(node, listed_half(node), found)
+            found[node] = _autocast_dtype(node, found, listed=listed_half(node))
         else:
             found[node] = results[0].dtype is half_dtype
     return found
 
 
-def _autocast_dtype(node: Node, listed: bool | None, found: Mapping[Node, bool]) -> bool:  # noqa: FBT001
+def _autocast_dtype(node: Node, found: Mapping[Node, bool], *, listed: bool | None) -> bool:
     if listed is not None:
         return listed
     inputs = [found.get(read.node, False) for read in deciding_reads(node)]

@@ -56,7 +56,7 @@ class Converted:
 
     def __init__(self, converted: ConvertedPrograms) -> None:
         # Imported late: the runner imports the op registry, which `import mezzo` does not build.
-        from mezzo.conversion.program_runner import ProgramRunner  # noqa: PLC0415
+        from mezzo.conversion.program_runner import ProgramRunner
 
         self._converted = converted
         self._signatures: tuple[InputSignature, ...] = tuple(
@@ -131,7 +131,7 @@ class Converted:
             UnsupportedError: The program holds something that cannot be saved, such as a sparse
                 tensor or an op that does not check its arguments.
         """
-        from mezzo.conversion import saved_model  # noqa: PLC0415
+        from mezzo.conversion import saved_model
 
         programs = tuple(
             saved_model.SavedProgram(program.exported, program.plan.to_dict())
@@ -160,7 +160,7 @@ class Converted:
                 not allowed.
             UnsupportedError: The file needs a device that this machine does not have.
         """
-        from mezzo.conversion import saved_model  # noqa: PLC0415
+        from mezzo.conversion import saved_model
 
         saved = saved_model.load(path, device=device, custom_ops=custom_ops)
         with saved_model.reading_errors(path):
@@ -183,7 +183,7 @@ class Converted:
         Raises:
             UnsupportedError: An op has no ONNX counterpart, or ONNX rejects the graph.
         """
-        from mezzo.conversion import onnx_export  # noqa: PLC0415
+        from mezzo.conversion import onnx_export
 
         return onnx_export.export_each(
             [program.exported for program in self._converted.programs], path
@@ -202,7 +202,7 @@ class Converted:
         Returns:
             A `Comparison`. `print` it to see a table.
         """
-        from mezzo.conversion import compare  # noqa: PLC0415
+        from mezzo.conversion import compare
 
         index, args, kwargs = self._select_program(args, kwargs)
         references = self._converted.references
@@ -259,7 +259,7 @@ class Converted:
 def _program_on(
     exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]
 ) -> ExportedProgram:
-    from torch.export.passes import move_to_device_pass  # noqa: PLC0415
+    from torch.export.passes import move_to_device_pass
 
     copied = _copy_program(exported, lambda tensor: tensor.to(device), memo)
     moved = move_to_device_pass(copied, device)
@@ -291,7 +291,7 @@ def _copy_program(
         return memo[id(value)]
 
     # Imported late: it reads torch's op lists, which `import mezzo` does not build.
-    from mezzo.conversion.nodes import copied_graph  # noqa: PLC0415
+    from mezzo.conversion.nodes import copied_graph
 
     module = copied_graph(exported.graph_module)
     program = ExportedProgram(

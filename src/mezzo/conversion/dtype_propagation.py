@@ -181,7 +181,7 @@ def mixed_dtypes(node: Node) -> list[torch.dtype]:
             for one in float_values(read.node)
         )
     )
-    return [] if len(dtypes) < 2 or op in PROMOTING else dtypes  # noqa: PLR2004
+    return [] if len(dtypes) < 2 or op in PROMOTING else dtypes
 
 
 def _verify_inputs(node: Node) -> None:

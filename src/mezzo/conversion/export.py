@@ -188,7 +188,7 @@ def _eager_error(model: nn.Module, args: Args, kwargs: Kwargs) -> Exception | No
     try:
         with torch.no_grad():
             copy.deepcopy(model)(*copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - code of the user
         return error
     return None
 

@@ -111,7 +111,7 @@ def symbol_range(text: str) -> None:
     """Accept the name of a dynamic size. torch counts up to the number after `u`: it is limited."""
     _require(bool(_RANGED.fullmatch(text)), "a dynamic size has an invalid name", text)
     _require(
-        not any(len(digits) > 5 for digits in re.findall(r"[0-9]+", text)),  # noqa: PLR2004
+        not any(len(digits) > 5 for digits in re.findall(r"[0-9]+", text)),
         "a dynamic size has too large a number",
         text,
     )

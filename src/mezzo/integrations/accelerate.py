@@ -133,7 +133,7 @@ class _MezzoAccelerator:
         owners = _owners(models, optimizers)
         for one, placed in zip(args, device_placement or [None] * len(args), strict=True):
             if _is_new(one, nn.Module):
-                self._move(one, placed)
+                self._move(one, placed=placed)
         if owners:
             self._decorate(owners, optimizers)
         elif self._mezzo.level in CASTS:
@@ -143,7 +143,7 @@ class _MezzoAccelerator:
                 self._prepare_alone(model)
         return super().prepare(*args, device_placement=device_placement)  # type: ignore[misc]
 
-    def _move(self, model: nn.Module, placed: bool | None) -> None:  # noqa: FBT001
+    def _move(self, model: nn.Module, *, placed: bool | None) -> None:
         """Move a model before it is decorated: master weights do not follow a later move."""
         target: Any = self
         if target.device_placement if placed is None else placed:
@@ -176,7 +176,7 @@ class _MezzoAccelerator:
     ) -> Any:
         """Prepare a model alone; one that is evaluated only runs in the autocast region."""
         if _is_new(model, nn.Module) and (evaluation_mode or decoration_of(model) is None):
-            self._move(model, device_placement)
+            self._move(model, placed=device_placement)
             if evaluation_mode:
                 self._mezzo.wrap_untrained(model)
             else:

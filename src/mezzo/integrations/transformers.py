@@ -53,7 +53,7 @@ class MezzoTrainerMixin:
         capture: str | bool = False,
         **kwargs: Any,
     ) -> None:
-        self._mezzo_capture = Capture.parse(capture)  # type: ignore[arg-type]
+        self._mezzo_capture = Capture.parse(capture)
         self.mezzo_step: FunctionStep | None = None
         """The captured step of this or the last training; None before, and without `capture`."""
         options = dict(decorate_options or {})

@@ -109,7 +109,7 @@ class CheckingMode(TorchDispatchMode):
     """Gives ops to a recorder while it is active."""
 
     def __init__(self, tracker: PlaceTracker, chosen: OpFilter, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._is_on = True
         self._tracker, self._filter, self._recorder = tracker, chosen, recorder
         self._known: WeakSet[Any] = WeakSet()

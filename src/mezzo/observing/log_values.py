@@ -67,7 +67,7 @@ def gradient_counts(line: Line) -> Iterator[tuple[str, LoggedCounts]]:
     layers, zeros = line.get("layers"), line.get("zeros")
     zeros = zeros if isinstance(zeros, dict) else {}
     for name, row in layers.items() if isinstance(layers, dict) else ():
-        if isinstance(row, list | tuple) and len(row) >= 3:  # noqa: PLR2004
+        if isinstance(row, list | tuple) and len(row) >= 3:
             over, under, total = (finite(value) or 0.0 for value in row[:3])
             zero = finite(zeros.get(name)) or 0.0
             # Zeros count as underflowed in the log: whether they were is not known.

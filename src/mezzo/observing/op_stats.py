@@ -80,7 +80,7 @@ class OpStats:
         if self._observation is not None:
             raise RuntimeError("These op statistics are being collected. Call stop() before.")
         functions = _CastFunctions()
-        mode = _CountingMode(self._counts, self._tracker, functions, self._times)
+        mode = _CountingMode(self._counts, self._tracker, functions, times=self._times)
         observation = Observation()
         observation.start(self._tracker, functions, mode)
         self._observation = observation
@@ -227,9 +227,10 @@ class _CountingMode(TorchDispatchMode):
         counts: dict[_Key, _Counts],
         tracker: PlaceTracker,
         functions: _CastFunctions,
-        times: bool,  # noqa: FBT001 - private
+        *,
+        times: bool,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._counts, self._tracker, self._functions, self._times = (
             counts,
             tracker,

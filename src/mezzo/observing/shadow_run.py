@@ -71,7 +71,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
         named: Iterable[NamedTensor] = (),
         observe: Callable[[OpError], None] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.finding: Finding | None = None
         self._nonfinite: Finding | None = None
         """What made the first value that is not finite, and no mask."""

@@ -336,7 +336,7 @@ def _stats(
         underflow=small / sampled if sampled else 0.0,
         histogram=histogram,
         lost=lost / had_gradient if had_gradient > 0 else None,
-        lost_half=lost_half / changed if changed > 0 and dtype.itemsize == 2 else None,  # noqa: PLR2004
+        lost_half=lost_half / changed if changed > 0 and dtype.itemsize == 2 else None,
     )
 
 

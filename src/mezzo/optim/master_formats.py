@@ -79,7 +79,7 @@ class Float32:
 
     master, sampled, exact = Master.FLOAT32, False, True
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return float32."""
         return torch.float32
 
@@ -87,7 +87,7 @@ class Float32:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest, ties to even; return a copy of the value as companion."""
         return CASTS[dtype](value), value.clone()
@@ -110,7 +110,7 @@ class Split:
 
     master, sampled, exact = Master.SPLIT, True, True
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return int16."""
         return torch.int16
 
@@ -118,7 +118,7 @@ class Split:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to bfloat16; return the remainder in units of the last place of float32."""
         if dtype is not torch.bfloat16:
@@ -155,7 +155,7 @@ class Kahan:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest; return the rounding error, rounded too, as companion."""
         parameter = cast(value, dtype)
@@ -181,7 +181,7 @@ class Stochastic:
 
     master, sampled, exact = Master.STOCHASTIC, False, False
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return None."""
         return None
 
@@ -193,7 +193,7 @@ class Stochastic:
             return cast(value, dtype), None
         return round_stochastically(value, dtype, draw), None
 
-    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:
         """Return the parameter's value."""
         return _float32_copy(parameter)
 
@@ -203,7 +203,7 @@ class NoMaster:
 
     master, sampled, exact = Master.NONE, False, False
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return None."""
         return None
 
@@ -211,12 +211,12 @@ class NoMaster:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest."""
         return cast(value, dtype), None
 
-    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:
         """Return the parameter's value."""
         return _float32_copy(parameter)
 

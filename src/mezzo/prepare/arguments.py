@@ -233,7 +233,7 @@ def _refuse_without_values(model: nn.Module) -> None:
                 f"The parameter {name!r} is on the meta device and has no values. Materialize the"
                 " model first: call model.to_empty(device=...) and load its weights."
             )
-        if is_sharded(parameter) and parameter.device_mesh.device_type != parameter.device.type:  # type: ignore[attr-defined]
+        if is_sharded(parameter) and parameter.device_mesh.device_type != parameter.device.type:
             raise UnsupportedError(
                 f"The parameter {name!r} is a shard on {parameter.device.type}, and computes on"
                 f" another device: CPUOffloadPolicy is not supported. Leave offload_policy out of"

@@ -58,7 +58,7 @@ def save(
     path: Path, models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], packed: bytes
 ) -> None:
     """Save shards and a packed run state to a folder. All ranks must call this."""
-    from torch.distributed.checkpoint.state_dict_saver import save as save_shards  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
     content = {_RUN: packed, **_states(models, optimizers)}
     target = path.absolute()
@@ -130,7 +130,7 @@ def load(
 
     Shapes are checked before anything is read.
     """
-    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         set_optimizer_state_dict,
     )
@@ -156,7 +156,7 @@ def load(
 
 
 def _saved_names(path: Path) -> set[str]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     return set(FileSystemReader(path).read_metadata().state_dict_metadata)
 
@@ -193,8 +193,8 @@ def _refuse_more(path: Path, name: str, own: set[str], saved: set[str]) -> None:
 
 
 def _read(path: Path, content: dict[str, Any], *, strict: bool) -> None:
-    from torch.distributed.checkpoint import default_planner, state_dict_loader  # noqa: PLC0415
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+    from torch.distributed.checkpoint import default_planner, state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with _without_warning():
@@ -229,7 +229,7 @@ def _states(
 
     An optimizer without a state gets one: its entries are what a load fills.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     states: dict[str, Any] = {
         f"model{index}": exact_state_dict(model) for index, model in enumerate(models)

@@ -38,7 +38,7 @@ def check_rng_state(state: Any) -> None:
     try:
         torch.Generator().set_state(state["torch"])
         version, internal, gauss = state["python"]
-        random.Random().setstate((version, tuple(internal), _check_gauss(gauss)))  # noqa: S311
+        random.Random().setstate((version, tuple(internal), _check_gauss(gauss)))  # noqa: S311 - checks a state
         _check_cuda(state.get("cuda", []))
         _check_numpy(state.get("numpy"))
     except Exception as error:

@@ -248,7 +248,7 @@ def _heat_map_figure(one: HeatMap) -> Figure:
         "zmin": 0,
         "zmax": 1 if share else _MANY_BITS,
         "colorscale": _SHARE_COLORS if share else _BITS_COLORS,
-        "xgap": 1 if len(one.steps) <= 50 else 0,  # noqa: PLR2004
+        "xgap": 1 if len(one.steps) <= 50 else 0,
         "ygap": 1,
         "hoverongaps": False,
         "hovertemplate": f"%{{y}}<br>from step %{{x}}: {value}<extra></extra>",

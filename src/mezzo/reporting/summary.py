@@ -69,9 +69,9 @@ def print_summary(log: Source, file: TextIO | None = None) -> None:
 
 
 def _print_in_color(run: RunData, file: TextIO) -> None:
-    from rich.console import Console  # noqa: PLC0415 - an extra
-    from rich.table import Table as RichTable  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
     console = Console(file=file)
     verdict = judge(run)

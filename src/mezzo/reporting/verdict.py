@@ -221,7 +221,7 @@ def _loss_sentence(run: RunData) -> list[str]:
         for line in run.ranks[0].of("step")
         if (loss := finite(line.get("loss"))) is not None and line.get("skipped") is not True
     ]
-    if len(losses) < 2:  # noqa: PLR2004
+    if len(losses) < 2:
         return []
     window = max(1, min(_WINDOW, len(losses) // 4))
     first, last = sum(losses[:window]) / window, sum(losses[-window:]) / window

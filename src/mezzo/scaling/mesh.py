@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import distributed
@@ -21,6 +21,7 @@ from mezzo._torch import foreach_norm, set_sharded_data
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _GRADIENT = attrgetter("grad")
 
@@ -37,7 +38,7 @@ def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
     return kind is not None and any(issubclass(one, kind) for one in set(map(type, tensors)))
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether one tensor is a `DTensor`."""
     return any_sharded((tensor,))
 
@@ -47,7 +48,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        shard: Any = tensor.to_local()  # type: ignore[attr-defined]
+        shard: Any = tensor.to_local()
     # The result of a collective that is still running has a method to wait for it.
     finished: torch.Tensor = shard.wait() if hasattr(shard, "wait") else shard
     return finished
@@ -59,16 +60,14 @@ def sharded_like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         return shard
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 
-    like: Any = tensor
-    whole: torch.Tensor = DTensor.from_local(
+    return DTensor.from_local(
         shard,
-        like.device_mesh,
-        like.placements,
+        tensor.device_mesh,
+        tensor.placements,
         run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
-    return whole
 
 
 def set_local(parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
@@ -119,7 +118,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _placed(parameter: torch.Tensor, gradient: Any) -> torch.Tensor:
     if is_sharded(gradient) and is_sharded(parameter):
-        placements = parameter.placements  # type: ignore[attr-defined]
+        placements = parameter.placements
         if gradient.placements != placements:
             gradient = gradient.redistribute(placements=placements)
             parameter.grad = gradient
@@ -142,7 +141,7 @@ class ProcessMesh:
         """
         if not is_sharded(parameter):
             return self.size
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        mesh, placements = parameter.device_mesh, parameter.placements
         replicated: list[int] = [
             count
             for count, placement in zip(mesh.shape, placements, strict=True)
@@ -194,11 +193,7 @@ def mesh_of(parameters: Sequence[torch.Tensor]) -> ProcessMesh | None:
     # By identity: hashing a mesh is slow.
     meshes: dict[int, DeviceMesh] = {
         id(mesh): mesh
-        for mesh in (
-            parameter.device_mesh  # type: ignore[attr-defined]
-            for parameter in parameters
-            if is_sharded(parameter)
-        )
+        for mesh in (parameter.device_mesh for parameter in parameters if is_sharded(parameter))
     }
     world = distributed.get_world_size()
     largest = max(meshes.values(), key=lambda mesh: mesh.size())

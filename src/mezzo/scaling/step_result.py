@@ -145,7 +145,7 @@ class KnownSource:
         """Return no copies: none are needed."""
         return []
 
-    def name_from(self, fetched: list[AsyncCopy]) -> str | None:  # noqa: ARG002
+    def name_from(self, fetched: list[AsyncCopy]) -> str | None:  # noqa: ARG002 - none are fetched
         """Return the name."""
         return self._name
 

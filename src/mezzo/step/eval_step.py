@@ -89,7 +89,7 @@ class EvalStep:
         self.eager_reason: str | None = None
         """Why calls run eagerly although `capture` is not False; None if they are captured."""
         self._device = next(iter(model.parameters())).device
-        self._capture = Capture.parse(capture)  # type: ignore[arg-type]
+        self._capture = Capture.parse(capture)
         self._is_sharded = is_sharded_model((model,))
         self._differentiates = False
         """Whether the model computes gradients itself, as of an energy for forces."""

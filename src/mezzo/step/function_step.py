@@ -128,7 +128,7 @@ def train_step(
     calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
     check_mean_over(mean_over)
     check_max_graphs(max_graphs)
-    parsed_capture = Capture.parse(capture)  # type: ignore[arg-type]
+    parsed_capture = Capture.parse(capture)
     precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm, reduce_dtype)
 
     def make(body: Callable[..., Any]) -> FunctionStep:

@@ -124,7 +124,7 @@ class ModelArguments:
 
 def as_keywords(value: Any) -> dict[str, Any] | None:
     """Return the items of a mapping or the fields of a dataclass; None for other values."""
-    if isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101
+    if isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101 - the first is faster
         return value if type(value) is dict else dict(value.items())
     return dict(field_items(value)) if is_dataclass_instance(value) else None
 

@@ -128,7 +128,7 @@ def _grid(out: torch.Tensor, column_step: int = 1) -> tuple[tuple[int, int, int]
     The grid has rows of pixels, columns of a row and channels; the columns of a program are
     `column_step` apart.
     """
-    from triton import next_power_of_2  # type: ignore[import-untyped] # noqa: PLC0415
+    from triton import next_power_of_2  # noqa: PLC0415
 
     images, channels, rows, columns = out.shape
     steps = -(-columns // column_step)

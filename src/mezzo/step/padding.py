@@ -193,7 +193,7 @@ def _length(batch: Mapping[str, Any]) -> int:
             f" {', '.join(map(str, batch)) or 'nothing'}. {_HELP}"
         )
     for name, value in found:
-        if not isinstance(value, torch.Tensor) or value.dim() != 2:  # noqa: PLR2004
+        if not isinstance(value, torch.Tensor) or value.dim() != 2:
             shape = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(type(value))
             raise PolicyError(
                 f"Padding needs {name!r} as a tensor of shape [batch, sequence], got {shape}."
@@ -208,7 +208,7 @@ def _is_sequence(name: str, value: Any, length: int) -> bool:
 
     Labels of integers and inputs of a decoder may have a length of their own.
     """
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:  # noqa: PLR2004
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return False
     if name.endswith(_LABELS):
         return not value.is_floating_point()

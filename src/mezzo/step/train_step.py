@@ -166,8 +166,8 @@ class TrainStep(Step):
             )
         check_mean_over(mean_over)
         calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
-        layout = Layout.parse(channels_last)  # type: ignore[arg-type]
-        capture = Capture.parse(capture)  # type: ignore[arg-type]
+        layout = Layout.parse(channels_last)
+        capture = Capture.parse(capture)
         model = inside_fabric(model)
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Any = () if optimizer is None else optimizer

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
-
-# Kernels are not Python: annotations of pointers, numbers and constants would mean nothing.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN201
+import triton
+import triton.language as tl
 
 
 # Not specialized: the compiled kernel can then be launched with any addresses.
@@ -138,7 +134,7 @@ def pool_kernel(
                 mask=valid & in_channels,
                 other=float("-inf"),
             ).to(tl.float32)
-            wins = (value > best) | (value != value)  # noqa: PLR0124 - a NaN differs from itself
+            wins = (value > best) | (value != value)
             best = tl.where(wins, value, best)
             position = tl.where(wins, i * kernel_columns + j, position)
     offset = tl.program_id(0).to(tl.int64) * out_columns * channels + (

@@ -8,7 +8,7 @@ that are not here.
 import torch as _torch
 from torch import (
     bfloat16,
-    bool,  # noqa: A004 - Paddle's name
+    bool,
     complex64,
     complex128,
     enable_grad,

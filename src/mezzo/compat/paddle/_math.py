@@ -127,7 +127,7 @@ def einsum(equation: str, *operands: Tensors) -> Any:
     return torch.einsum(equation, *operands)
 
 
-def pow(x: Tensors, y: Any, name: str | None = None) -> Any:  # noqa: A001 - Paddle's name
+def pow(x: Tensors, y: Any, name: str | None = None) -> Any:
     """Return a power."""
     return torch.pow(x, y)
 
@@ -173,7 +173,7 @@ def mean(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None =
     return torch.mean(x, **_axes(axis, keepdim))
 
 
-def sum(  # noqa: A001 - Paddle's name
+def sum(
     x: Tensors, axis: Any = None, dtype: Any = None, keepdim: bool = False, name: str | None = None
 ) -> Any:
     """Return the sum."""
@@ -181,16 +181,12 @@ def sum(  # noqa: A001 - Paddle's name
     return torch.sum(x, **_axes(axis, keepdim), dtype=wanted)
 
 
-def max(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def max(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return the largest values, without their indices."""
     return torch.amax(x, **_axes(() if axis is None else axis, keepdim))
 
 
-def min(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def min(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return the smallest values, without their indices."""
     return torch.amin(x, **_axes(() if axis is None else axis, keepdim))
 
@@ -219,16 +215,12 @@ def var(
     return torch.var(x, **_axes(axis, keepdim), correction=int(unbiased))
 
 
-def all(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def all(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return whether all values are true."""
     return torch.all(x) if axis is None else torch.all(x, **_axes(axis, keepdim))
 
 
-def any(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def any(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return whether a value is true."""
     return torch.any(x) if axis is None else torch.any(x, **_axes(axis, keepdim))
 

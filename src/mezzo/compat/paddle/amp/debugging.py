@@ -152,7 +152,7 @@ class TensorCheckerConfig:
         self.start_step: int | None = None
         self.end_step: int | None = None
         if debug_step is not None:
-            start, end = debug_step if len(debug_step) == 2 else (0, 0)  # noqa: PLR2004 - a pair
+            start, end = debug_step if len(debug_step) == 2 else (0, 0)
             if end <= start:
                 raise AssertionError(
                     f"debug_step={debug_step!r} is no pair of steps, the first below the second."
