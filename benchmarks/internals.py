@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.comparing.builtin_workloads import WORKLOADS, load_workload
 from mezzo.comparing.charts import color_of
 from mezzo.comparing.comparison import Comparison
 from mezzo.comparing.modes import float32_products
-from mezzo.comparing.registry import WORKLOADS, load_workload
 from mezzo.comparing.stored import stored_results
 from mezzo.comparing.table import documented_table, machine_name, machine_table, mode_table
 from mezzo.comparing.verdict import verdict

@@ -22,7 +22,7 @@ from support.pages import DOCS, blocks, page_name, pages, run_in_process, run_pa
 import mezzo
 from mezzo.autocasting import arguments
 from mezzo.cli.app import app
-from mezzo.observing.op_table import OpRow
+from mezzo.observing.op_stats_table import OpRow
 
 ROOT = DOCS.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

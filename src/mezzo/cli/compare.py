@@ -146,7 +146,7 @@ def _names(name: str | None) -> Sequence[str]:
 
 def _workloads() -> dict[str, str]:
     """Return the built-in workloads: a line about each, by name."""
-    from mezzo.comparing.registry import WORKLOADS
+    from mezzo.comparing.builtin_workloads import WORKLOADS
 
     return {**WORKLOADS, _PROGRAMS: _PROGRAMS_LINE}
 
@@ -181,7 +181,7 @@ def _run_programs(options: Options, progress: Progress) -> Comparison:
 
 
 def _load(name: str, options: Options) -> Workload:
-    from mezzo.comparing.registry import load_workload
+    from mezzo.comparing.builtin_workloads import load_workload
 
     return load_workload(name, options.preset, options.data)
 

@@ -23,7 +23,7 @@ from mezzo._errors import MezzoError
 from mezzo.advising.lint import lint
 from mezzo.cli.apex_observer import observe_apex
 from mezzo.cli.rank_logs import Ranks
-from mezzo.observing.attach import LoopAttachment
+from mezzo.observing.attachments import LoopAttachment
 from mezzo.observing.log import LogWriter, log_path
 from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.op_stats import OpStats

@@ -202,7 +202,7 @@ class Converted:
         Returns:
             A `Comparison`. `print` it to see a table.
         """
-        from mezzo.conversion import compare
+        from mezzo.conversion.compare_nodes import compare
 
         index, args, kwargs = self._select_program(args, kwargs)
         references = self._converted.references
@@ -212,7 +212,7 @@ class Converted:
                 "A model loaded from a file has no float32 program to compare with. Pass the model:"
                 " converted.compare(x, against=model)."
             )
-        return compare.compare(reference, self._converted.programs[index].exported, args, kwargs)
+        return compare(reference, self._converted.programs[index].exported, args, kwargs)
 
     def to(self, device: str | torch.device) -> Converted:
         """Return a copy of the model on another device.

@@ -11,7 +11,7 @@ from torch import nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError
-from mezzo.observing.attach import Attachment
+from mezzo.observing.attachments import Attachment
 from mezzo.observing.records import RunStarted
 from mezzo.prepare.decoration import decoration_of
 from mezzo.scaling import observed_scaler

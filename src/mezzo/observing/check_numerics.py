@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo._errors import NumericsError, PolicyError, choices
-from mezzo.observing.checked_ops import (
+from mezzo.observing.checking_mode import (
     CheckedOp,
     CheckingMode,
     OpFilter,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mezzo.observing.op_stats import OpStats
-from mezzo.observing.op_table import OpRow, format_table
+from mezzo.observing.op_stats_table import OpRow, format_table
 from mezzo.observing.records import OpsRecord, Record
 
 

@@ -23,7 +23,7 @@ from mezzo._torch import (
     sequence_number,
 )
 from mezzo.observing.op_places import Observation, PlaceTracker, leaves_of
-from mezzo.observing.op_table import OpRow, format_table
+from mezzo.observing.op_stats_table import OpRow, format_table
 
 _CAST_FUNCTIONS = frozenset(
     "to float half bfloat16 double type type_as cpu cuda copy_ _to_copy".split()

@@ -18,7 +18,7 @@ from mezzo import _events
 from mezzo._errors import PolicyError
 from mezzo._launch import AsyncCopy, needs_sync
 from mezzo.observing.arguments import check_number, check_target, header, ranks
-from mezzo.observing.attach import Attachment, LoopAttachment, StepAttachment
+from mezzo.observing.attachments import Attachment, LoopAttachment, StepAttachment
 from mezzo.observing.kept_steps import KEPT, KeptSteps
 from mezzo.observing.log import LogWriter, log_path
 from mezzo.observing.loggers import Logger, LoggerWriter, check_loggers

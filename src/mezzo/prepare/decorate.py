@@ -17,7 +17,7 @@ from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.autocast import bind_module_rules
 from mezzo.optim import state_dict
-from mezzo.optim.attach import bind_optimizer, cast_state
+from mezzo.optim.bind_optimizer import bind_optimizer, cast_state
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.decide import user_stack_level
 from mezzo.policy.types import Level, Master

@@ -13,7 +13,7 @@ from torch import nn
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
-from mezzo.optim.attach import is_zero_redundancy, refuse_wrapper
+from mezzo.optim.bind_optimizer import is_zero_redundancy, refuse_wrapper
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy

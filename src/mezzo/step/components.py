@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region
-from mezzo.optim.attach import bind_optimizer, has_device_step
+from mezzo.optim.bind_optimizer import bind_optimizer, has_device_step
 from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.parallel.ddp import Replicas, find_replicas, inner_models

@@ -10,7 +10,7 @@ import torch
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.compat.apex.amp._amp_state import master_params
 from mezzo.compat.apex.amp._scale_loss import LossScaler
-from mezzo.optim.attach import bind_half_parameters
+from mezzo.optim.bind_optimizer import bind_half_parameters
 from mezzo.scaling.gradients import isolated_gradients, parameters
 from mezzo.scaling.scale_state import LARGEST
 

@@ -18,7 +18,7 @@ from mezzo.compat.paddle.amp._accuracy_table import write_comparison
 from mezzo.compat.paddle.amp._op_names import name_of_aten, op_names
 from mezzo.compat.paddle.amp._tensor_stats import TensorStats
 from mezzo.observing.check_numerics import NumericsCheck
-from mezzo.observing.checked_ops import CheckedOp, OpFilter, call_with_gradients
+from mezzo.observing.checking_mode import CheckedOp, OpFilter, call_with_gradients
 from mezzo.observing.nonfinite import NonFiniteOp, TensorRange
 from mezzo.observing.op_places import PlaceTracker
 from mezzo.observing.op_stats import OpStats
