@@ -251,17 +251,25 @@ def load_checkpoint(
             " the model is sharded, or pass a folder that save_checkpoint wrote of sharded"
             " parameters."
         )
-    parts = checkpoint_parts.read(path)
-    pairs = checkpoint_checks.match_parts(os.fspath(path), parts, targets)
+    return _load_file(path, targets, strict=strict)
+
+
+def _load_file(
+    path: FilePath, targets: dict[str, tuple[Any, ...]], *, strict: bool
+) -> dict[str, Any]:
+    """Load a file: read and check all of it, then load each part."""
+    parts, name = checkpoint_parts.read(path), os.fspath(path)
+    pairs = checkpoint_checks.match_parts(name, parts, targets)
     checkpoint_checks.check_fit(pairs, strict=strict)
     own_rng = checkpoint_parts.own_random_states(path, parts)
     rng_state.check_rng_state(own_rng)
+    models, optimizers = targets["model"], targets["optimizer"]
     # A step rolls back its own parts.
     with rolled_back_on_error(models, optimizers, (*targets["scaler"], *targets["scheduler"])):
-        for name, of_part in pairs.items():
-            for target, state in of_part:
-                options = {"strict": strict} if name == "model" else {}
-                with _as_checkpoint_error(os.fspath(path), name, target):
+        for part, pairs_of_part in pairs.items():
+            for target, state in pairs_of_part:
+                options = {"strict": strict} if part == "model" else {}
+                with _as_checkpoint_error(name, part, target):
                     target.load_state_dict(state, **options)
         rng_state.restore_rng_state(own_rng)
     extra: dict[str, Any] = parts["extra"]

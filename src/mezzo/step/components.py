@@ -99,18 +99,7 @@ def prepare_components(
     # First: what is not supported must leave models and optimizers unchanged.
     _refuse_step_arguments(optimizers)
     schedulers = _check_schedulers(scheduler, optimizers)
-    decoration = decoration_of(models[0])
-    if decoration is None:
-        decorate(
-            models,
-            optimizer,
-            precision.policy_or_default,
-            clip_norm=precision.clip_norm,
-            **precision.overrides,
-        )
-        decoration = _decoration(models[0])
-    else:
-        _check_decoration(decoration, models, optimizers, precision)
+    decoration = _decorate_or_check(models, optimizer, optimizers, precision)
     plan, device = decoration.plan, next(iter(models[0].parameters())).device
     if device.type == "cuda":
         _bind_device_steps(optimizers)
@@ -165,6 +154,30 @@ def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
 def _inner_optimizers(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     """Return optimizers without the wrappers of Accelerate and Lightning around decorated ones."""
     return tuple(map(inner_optimizer, optimizers_of(optimizer)))
+
+
+def _decorate_or_check(
+    models: tuple[nn.Module, ...],
+    passed: Optimizers,
+    optimizers: tuple[Optimizer, ...],
+    precision: PrecisionArgs,
+) -> Decoration:
+    """Decorate plain models; check that decorated ones fit the arguments of the step.
+
+    `passed` has the wrappers of Accelerate and Lightning that `optimizers` are taken from.
+    """
+    decoration = decoration_of(models[0])
+    if decoration is not None:
+        _check_decoration(decoration, models, optimizers, precision)
+        return decoration
+    decorate(
+        models,
+        passed,
+        precision.policy_or_default,
+        clip_norm=precision.clip_norm,
+        **precision.overrides,
+    )
+    return _decoration(models[0])
 
 
 def _decoration(model: nn.Module) -> Decoration:

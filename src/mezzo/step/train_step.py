@@ -157,13 +157,7 @@ class TrainStep(Step):
         pad_to: Padding = None,
         **overrides: Any,
     ) -> None:
-        if loss_fn is not None and not callable(loss_fn):
-            name = type(loss_fn).__name__ if isinstance(loss_fn, Optimizer) else repr(loss_fn)
-            raise PolicyError(
-                f"loss_fn={name} cannot be called. Pass a function of the model's output and the"
-                " target, such as nn.CrossEntropyLoss(), or None if the model computes its loss:"
-                " TrainStep(model, optimizer=optimizer)."
-            )
+        _check_loss_fn(loss_fn)
         check_mean_over(mean_over)
         calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
         layout = Layout.parse(channels_last)
@@ -331,6 +325,18 @@ class TrainStep(Step):
             _events.emit(
                 _events.LayoutChosen(bool(self._layout.channels_last), self._layout.reason)
             )
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    """Raise `PolicyError` for a loss function that cannot be called, such as an optimizer."""
+    if loss_fn is None or callable(loss_fn):
+        return
+    name = type(loss_fn).__name__ if isinstance(loss_fn, Optimizer) else repr(loss_fn)
+    raise PolicyError(
+        f"loss_fn={name} cannot be called. Pass a function of the model's output and the target,"
+        " such as nn.CrossEntropyLoss(), or None if the model computes its loss:"
+        " TrainStep(model, optimizer=optimizer)."
+    )
 
 
 def _needs_target(loss_fn: Callable[..., Any]) -> bool:
