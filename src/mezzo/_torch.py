@@ -346,7 +346,10 @@ def _one_by_one(name: str) -> Callable[..., list[Any]]:
     method: Callable[..., Any] = _METHODS[name] if name in _METHODS else getattr(torch.Tensor, name)
 
     def run(tensors: Sequence[torch.Tensor], *operands: Any, **options: Any) -> list[Any]:
-        rows = [one if isinstance(one, list | tuple) else [one] * len(tensors) for one in operands]
+        rows = [
+            operand if isinstance(operand, list | tuple) else [operand] * len(tensors)
+            for operand in operands
+        ]
         return [
             method(tensor, *row, **options) for tensor, *row in zip(tensors, *rows, strict=True)
         ]
@@ -581,7 +584,7 @@ def _group_policy(group: Any) -> Any:
 
     Since torch 2.15 a parameter can have another one, by the policy's `param_dtype_override_fn`.
     """
-    first, *others = [_attribute(one, "mp_policy") for one in group.fsdp_params]
+    first, *others = [_attribute(parameter, "mp_policy") for parameter in group.fsdp_params]
     if any(one != first for one in others):
         raise UnsupportedError(
             "Parameters that FSDP2 gathers together have several dtypes: its policy has a"
@@ -656,7 +659,7 @@ def fsdp_reset_refusal(model: nn.Module) -> str | None:
     for _, state in _fsdp_states(model):
         context, groups = _attribute(state, "_state_ctx"), _param_groups(state)
         owners = [(state, "_training_state"), (state, "_comm_ctx"), (context, "iter_forward_root")]
-        owners += [(one, name) for one in groups for name in ("_training_state", "_to_sharded")]
+        owners += [(group, name) for group in groups for name in ("_training_state", "_to_sharded")]
         for owner, name in owners:
             if not hasattr(owner, name):
                 return f"torch {torch.__version__} has no {type(owner).__name__}.{name}"
@@ -700,7 +703,7 @@ def shards(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
     Without the checks of `to_local`, which take microseconds for each.
     """
-    return [getattr(one, "_local_tensor", one) for one in tensors]
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
 def torch_scaler_flags(scaler: Any) -> list[torch.Tensor]:

@@ -92,7 +92,7 @@ def advise(
             times = timer.time(settings)
             best = choose(times)
             compared = _compared(times, best)
-            slow = any((one.seconds or 0.0) * _TOP > budget for one in times)
+            slow = any((timed.seconds or 0.0) * _TOP > budget for timed in times)
             ops = _time_ops(workload, compared, runs=1 if slow else 3)
         finally:
             restore_rng_state(random)
@@ -104,8 +104,8 @@ def advise(
 def _settings(device: torch.device, levels: Sequence[str]) -> Iterator[Setting]:
     """Yield the settings to time, eager float32 first."""
     support = hardware(device)
-    names = [one for one in reversed(HALF_DTYPES) if support.support(one).supported]
-    precisions = [Precision(dtype_name(one)) for one in names]
+    names = [dtype for dtype in reversed(HALF_DTYPES) if support.support(dtype).supported]
+    precisions = [Precision(dtype_name(name)) for name in names]
     yield _FLOAT32
     is_cuda = device.type == "cuda"
     captures = (False, True) if is_cuda else (False,)
@@ -175,10 +175,10 @@ class _Timer:
 
     def _too_slow(self, times: Sequence[SettingTime], setting: Setting) -> str:
         """Return why a setting is not worth the time to measure it; empty if it is."""
-        for one in times:
-            is_alike = one.setting.precision is setting.precision and one.setting.level != "O0"
-            if is_alike and (one.gain or 1.0) < 1.0 and (one.seconds or 0.0) > self._budget:
-                return f"not timed: {one.setting} is {one.gain:.2f}× as fast as float32"
+        for timed in times:
+            is_alike = timed.setting.precision is setting.precision and timed.setting.level != "O0"
+            if is_alike and (timed.gain or 1.0) < 1.0 and (timed.seconds or 0.0) > self._budget:
+                return f"not timed: {timed.setting} is {timed.gain:.2f}× as fast as float32"
         return ""
 
 
@@ -250,14 +250,17 @@ def _read(
 ) -> Workload:
     if not isinstance(model, nn.Module):
         raise PolicyError(f"advise takes a model first, got {type(model).__name__}.")
-    if any(decoration_of(one) is not None for one in unwrapped(model).modules()):
+    if any(decoration_of(module) is not None for module in unwrapped(model).modules()):
         raise PolicyError(
             "The model is decorated, and each level is applied to a copy of the plain model. Call"
             " mezzo.undecorate(model) first, or advise before decorate."
         )
     if next(model.parameters(), None) is None:
         raise PolicyError(f"{type(model).__name__} has no parameters: there is nothing to compare.")
-    half = next((one.dtype for one in model.parameters() if one.dtype in HALF_DTYPES), None)
+    half = next(
+        (parameter.dtype for parameter in model.parameters() if parameter.dtype in HALF_DTYPES),
+        None,
+    )
     if half is not None:
         raise PolicyError(
             f"The model has {dtype_name(half)} parameters, and each level is compared with float32."

@@ -160,7 +160,7 @@ def _observed(
 
 def _measured(subject: Subject, run: SampleRun) -> Subject:
     device = device_of(subject.model)
-    has_layout = any(one.channels_first for one in subject.products)
+    has_layout = any(product.channels_first for product in subject.products)
     return replace(
         subject,
         cost=measure_cost(run),

@@ -43,7 +43,7 @@ class Loop:
     @property
     def device_type(self) -> str:
         """The device type of the model."""
-        return next((one.device.type for one in self.model.parameters()), "cpu")
+        return next((parameter.device.type for parameter in self.model.parameters()), "cpu")
 
 
 @dataclass
@@ -141,7 +141,7 @@ def _steps_on_skip(loop: Loop) -> bool | None:
 
 def _trained(loop: Loop) -> Iterator[Tensor]:
     for optimizer in loop.optimizers:
-        yield from (one for one in parameters(optimizer) if one.requires_grad)
+        yield from (parameter for parameter in parameters(optimizer) if parameter.requires_grad)
 
 
 def _make_infinite(gradient: Tensor) -> Tensor:
@@ -261,7 +261,9 @@ class _ClipMode(TorchDispatchMode):
 
     def _writes_gradients(self, written: Any) -> bool:
         gradients = {
-            one.grad.data_ptr() for one in self._loop.model.parameters() if one.grad is not None
+            parameter.grad.data_ptr()
+            for parameter in self._loop.model.parameters()
+            if parameter.grad is not None
         }
         return any(
             leaf.data_ptr() in gradients

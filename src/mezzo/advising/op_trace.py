@@ -82,8 +82,8 @@ class OpTrace:
     def product_dtypes(self) -> Counter[torch.dtype]:
         """Return floating-point operations of products by dtype."""
         total: Counter[torch.dtype] = Counter()
-        for one in self.products:
-            total[one.dtype] += one.flops
+        for product in self.products:
+            total[product.dtype] += product.flops
         return total
 
 

@@ -125,7 +125,9 @@ def parameters_in_no_optimizer(subject: Subject) -> Found:
     """Find parameters that need gradients and that no optimizer has."""
     if not subject.optimizers:
         return
-    held = {id(one) for optimizer in subject.optimizers for one in parameters(optimizer)}
+    held = {
+        id(parameter) for optimizer in subject.optimizers for parameter in parameters(optimizer)
+    }
     missing = [
         name
         for name, one in subject.model.named_parameters()
@@ -206,7 +208,7 @@ def _capability(subject: Subject) -> str:
 
 
 def _other_dtype(subject: Subject) -> str:
-    native = [dtype_name(one) for one in subject.hardware.native_dtypes]
+    native = [dtype_name(dtype) for dtype in subject.hardware.native_dtypes]
     if native:
         return f'dtype="{native[0]}", which it computes natively, or dtype="auto".'
     return 'Switch it off: policy="O0". It saves memory only.'
@@ -272,7 +274,7 @@ def _is_chosen(subject: Subject, op: str) -> bool:
     """Return whether the policy itself runs the op in 16 bits."""
     if subject.policy is not None and subject.policy.level is Level.O3:
         return True
-    stores_half = any(one.dtype in HALF_DTYPES for one in subject.model.parameters())
+    stores_half = any(parameter.dtype in HALF_DTYPES for parameter in subject.model.parameters())
     is_autocast = subject.policy is not None or not stores_half
     # On a CPU autocast leaves softmax in the dtype of its input, elsewhere the log_softmax of
     # F.cross_entropy, which passes that dtype explicitly. Both kernels sum in float32.

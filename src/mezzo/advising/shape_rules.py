@@ -175,7 +175,7 @@ def channels_first(subject: Subject) -> Found:
 def _costly(subject: Subject, to: int | None) -> Iterator[tuple[Product, str]]:
     """Yield each size of 16-bit products that is a notable part of the operations, with places."""
     products = _half(subject.products)
-    total = sum(one.flops for one in products)
+    total = sum(product.flops for product in products)
     groups: dict[tuple[object, ...], list[Product]] = {}
     for one in products:
         groups.setdefault((one.sizes, one.kernel, one.batch, one.groups), []).append(one)
@@ -185,12 +185,12 @@ def _costly(subject: Subject, to: int | None) -> Iterator[tuple[Product, str]]:
 
 
 def _places(products: Sequence[Product], subject: Subject) -> str:
-    places = list(dict.fromkeys(str(one.place) or subject.name for one in products))
+    places = list(dict.fromkeys(str(product.place) or subject.name for product in products))
     return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
 
 
 def _half(products: Sequence[Product]) -> list[Product]:
-    return [one for one in products if one.dtype in HALF_DTYPES]
+    return [product for product in products if product.dtype in HALF_DTYPES]
 
 
 def _measured(subject: Subject, product: Product, sizes: _Sizes) -> float | None:

@@ -199,7 +199,7 @@ def bind_module_rules(
         Rule.KEEP: Precision(off, None),
     }
     return ModuleRuleBinding(
-        (one.module, precisions[one.rule]) for one in plan_modules(model, policy)
+        (module.module, precisions[module.rule]) for module in plan_modules(model, policy)
     )
 
 

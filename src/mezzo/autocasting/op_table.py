@@ -329,10 +329,10 @@ def _default_of(function: Function, name: str) -> object:
         )
         default = next(
             (
-                one.default_value
+                argument.default_value
                 for schema in schemas
-                for one in schema.arguments
-                if one.name == name
+                for argument in schema.arguments
+                if argument.name == name
             ),
             None,
         )

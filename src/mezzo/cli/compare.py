@@ -68,7 +68,7 @@ class Options:
         if data is not None and not data.is_dir():
             raise MezzoError(f"There is no folder {str(data)!r} for --data.")
         names = [one.strip() for one in (modes or "").split(",") if one.strip()]
-        chosen = tuple(Mode.parse(one).value for one in names) or None
+        chosen = tuple(Mode.parse(name).value for name in names) or None
         return cls(Preset(preset), data, chosen, dtype, device, steps, rounds)
 
 
@@ -212,7 +212,9 @@ def _avoid_trapped_instructions(device: str | None) -> None:
     """
     if hardware(device).device != "cpu" or ISA_LIMIT in os.environ:
         return
-    if any(one.failure == "SIGILL" for one in time_products("cpu", ["bfloat16", "float16"])):
+    if any(
+        product.failure == "SIGILL" for product in time_products("cpu", ["bfloat16", "float16"])
+    ):
         os.environ[ISA_LIMIT] = WITHOUT_AMX
         typer.echo(
             "mezzo: this CPU reports instructions for 16 bits that it does not run. This run has"
@@ -282,8 +284,10 @@ def _print_comparison(comparison: Comparison) -> None:
     for mode in comparison.modes:
         if mode.note:
             typer.echo(f"{mode.mode}: {mode.note}")
-    for one in comparison.documented:
-        typer.echo(f"{one.source}: {one.mode} is {one.speedup:g} times as fast as float32")
+    for document in comparison.documented:
+        typer.echo(
+            f"{document.source}: {document.mode} is {document.speedup:g} times as fast as float32"
+        )
     typer.echo(f"\n{verdict(comparison)}\n")
 
 

@@ -110,7 +110,7 @@ def read_machine(device: str | None = None, *, measure: bool = True) -> Machine:
     dtypes = ["float32", *(["tf32"] if found.device == "cuda" else [])]
     dtypes += [name for name in ("float16", "bfloat16") if found.support(name).supported]
     products = time_products(found.device, dtypes)
-    killed = [one.dtype for one in products if one.failure == "SIGILL"]
+    killed = [product.dtype for product in products if product.failure == "SIGILL"]
     again = time_products(found.device, killed, {ISA_LIMIT: WITHOUT_AMX})
     return replace(machine, products=products, products_without_amx=again)
 

@@ -28,7 +28,9 @@ _DIMENSIONS = 3
 def with_checks(exported: ExportedProgram) -> ExportedProgram:
     """Return the program with checks before unchecked ops; itself if it calls no such op."""
     if not any(
-        node.target in CHECKED for one in _graphs(exported.graph_module) for node in one.graph.nodes
+        node.target in CHECKED
+        for graph in _graphs(exported.graph_module)
+        for node in graph.graph.nodes
     ):
         return exported
     checked = copy.copy(exported)
@@ -55,7 +57,7 @@ def lstm(
     states = [tuple(one.shape) for one in hx]
     if (
         input.dim() != _DIMENSIONS
-        or [len(one) for one in states] != [_DIMENSIONS, _DIMENSIONS]
+        or [len(state) for state in states] != [_DIMENSIONS, _DIMENSIONS]
         or num_layers < 1
     ):
         raise _size_error("lstm", [input, *hx])
@@ -74,14 +76,14 @@ def lstm(
     if (
         not hidden
         or states != [(layers, batch, outputs), (layers, batch, hidden)]
-        or [tuple(one.shape) for one in params] != needed
+        or [tuple(parameter.shape) for parameter in params] != needed
     ):
         raise _size_error("lstm", [input, *hx, *params])
     # The kernel ignores strides.
     input, hx, params = (
         input.contiguous(),
         [one.contiguous() for one in hx],
-        [one.contiguous() for one in params],
+        [parameter.contiguous() for parameter in params],
     )
     return _aten.lstm.input(
         input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
@@ -163,7 +165,7 @@ def _division(op: Any) -> Callable[..., Any]:
         tensors = [one for one in (self, other) if isinstance(one, torch.Tensor)]
         dtype = reduce(
             torch.promote_types,
-            [one.dtype for one in [one for one in tensors if one.dim()] or tensors],
+            [one.dtype for one in [tensor for tensor in tensors if tensor.dim()] or tensors],
         )
         if (
             rounding_mode == "trunc"
@@ -203,7 +205,7 @@ def _graphs(module: torch.nn.Module) -> list[GraphModule]:
 
 
 def _size_error(op: str, tensors: Sequence[torch.Tensor]) -> CheckpointError:
-    sizes = ", ".join(str(list(one.shape)) for one in tensors)
+    sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
     return CheckpointError(
         f"The program calls {op} with tensors that do not fit each other: {sizes:.500}. Its file is"
         " damaged, or was not written by Converted.save."

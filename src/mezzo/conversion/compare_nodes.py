@@ -79,7 +79,8 @@ class Comparison:
     def worst(self) -> float:
         """The largest relative error of an output; infinite if an output has non-finite values."""
         return max(
-            (float("inf") if one.nonfinite else one.relative for one in self.outputs), default=0.0
+            (float("inf") if output.nonfinite else output.relative for output in self.outputs),
+            default=0.0,
         )
 
     def __str__(self) -> str:
@@ -95,15 +96,15 @@ class Comparison:
 def _table(heading: Sequence[str], errors: Sequence[TensorError]) -> list[str]:
     cells = [
         (
-            one.name,
-            one.dtype,
-            f"{one.relative:.1e}",
-            f"{one.largest:.1e}",
-            str(one.nonfinite),
-            one.op,
-            one.where,
+            error.name,
+            error.dtype,
+            f"{error.relative:.1e}",
+            f"{error.largest:.1e}",
+            str(error.nonfinite),
+            error.op,
+            error.where,
         )[: len(heading)]
-        for one in errors
+        for error in errors
     ]
     widths = [max(len(row[column]) for row in (heading, *cells)) for column in range(len(heading))]
     # Columns 2 to 4 are numbers and are aligned to the right.

@@ -337,7 +337,7 @@ def autocast_dtypes(
             )
         elif role is Role.ELEMENT and results[0].dtype is torch.float32:
             found[node] = found.get(node.args[0], False)  # type: ignore[arg-type]
-        elif role is Role.OP and any(one.dtype is torch.float32 for one in results):
+        elif role is Role.OP and any(result.dtype is torch.float32 for result in results):
             found[node] = _autocast_dtype(node, found, listed=listed_half(node))
         else:
             found[node] = results[0].dtype is half_dtype

@@ -165,8 +165,8 @@ class Converted:
         saved = saved_model.load(path, device=device, custom_ops=custom_ops)
         with saved_model.reading_errors(path):
             programs = tuple(
-                ConvertedProgram(one.exported, GraphPlan.from_dict(one.plan))
-                for one in saved.programs
+                ConvertedProgram(program.exported, GraphPlan.from_dict(program.plan))
+                for program in saved.programs
             )
             return cls(ConvertedPrograms(programs, saved.options))
 
@@ -228,7 +228,9 @@ class Converted:
             ConvertedProgram(_program_on(program.exported, device, memo), program.plan)
             for program in self._converted.programs
         )
-        references = tuple(_program_on(one, device, memo) for one in self._converted.references)
+        references = tuple(
+            _program_on(reference, device, memo) for reference in self._converted.references
+        )
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 
     def __copy__(self) -> Converted:
@@ -241,7 +243,8 @@ class Converted:
             for program in self._converted.programs
         )
         references = tuple(
-            _copy_program(one, torch.clone, tensors) for one in self._converted.references
+            _copy_program(reference, torch.clone, tensors)
+            for reference in self._converted.references
         )
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 

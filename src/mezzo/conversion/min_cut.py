@@ -173,7 +173,7 @@ def _solve(members: list[Hashable], arcs: list[_Arc]) -> dict[Hashable, bool]:
         network.add_arc(numbers[tail], numbers[head], capacity)
     network.max_flow(0, 1)
     on_sink_side = network.can_reach(1)
-    return {one: not on_sink_side[numbers[one]] for one in members}
+    return {member: not on_sink_side[numbers[member]] for member in members}
 
 
 class FlowNetwork:

@@ -176,7 +176,7 @@ def float_values(node: Node) -> list[torch.Tensor]:
     """Return the floating-point tensors among a node's results, as fake tensors."""
     value = node.meta.get("val")
     results: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
-    return [one for one in results if _is_float(one)]
+    return [result for result in results if _is_float(result)]
 
 
 def named_arguments(node: Node) -> Iterator[tuple[str, Any]]:
@@ -272,8 +272,8 @@ def _role_of_op(node: Node, half_dtype: torch.dtype) -> Role:
 
 def _has_other_dtypes(node: Node, half_dtype: torch.dtype) -> bool:
     """Return whether an op has dtypes besides float32 and the 16-bit one, or no float32 at all."""
-    dtypes = {one.dtype for one in float_values(node)} | {
-        one.dtype for read in reads(node) for one in float_values(read.node)
+    dtypes = {value.dtype for value in float_values(node)} | {
+        value.dtype for read in reads(node) for value in float_values(read.node)
     }
     return not dtypes <= {torch.float32, half_dtype} or torch.float32 not in dtypes
 
@@ -291,7 +291,9 @@ def deciding_reads(node: Node) -> list[Read]:
     """
     exempt = MIXED_PARAMETERS.get(op_name(node) or "", frozenset())
     candidates = [read for read in reads(node) if read.argument not in exempt]
-    with_dims = [read for read in candidates if any(one.dim() for one in float_values(read.node))]
+    with_dims = [
+        read for read in candidates if any(value.dim() for value in float_values(read.node))
+    ]
     return with_dims or candidates
 
 

@@ -64,8 +64,8 @@ def _record_output_dtypes(module: GraphModule) -> None:
     """Record the dtypes of the model's outputs, which change when a region is inlined."""
     output = module.graph.output_node()
     output.meta[OUTPUT_DTYPES] = tuple(
-        float_values(one)[0].dtype if isinstance(one, Node) and float_values(one) else None
-        for one in output_values(output)
+        float_values(value)[0].dtype if isinstance(value, Node) and float_values(value) else None
+        for value in output_values(output)
     )
 
 
@@ -178,8 +178,8 @@ def _functional(node: Node) -> OpOverload[..., Any] | None:
         return None
     name = node.target._schema.name.partition("::")[2][:-1]
     found = getattr(getattr(torch.ops.aten, name, None), node.target._overloadname, None)
-    dtypes = {one.dtype for read in node.all_input_nodes for one in float_values(read)} | {
-        one.dtype for one in float_values(node)
+    dtypes = {value.dtype for read in node.all_input_nodes for value in float_values(read)} | {
+        value.dtype for value in float_values(node)
     }
     return (
         found

@@ -159,7 +159,7 @@ def _name_outputs(model: Any, names: list[str]) -> None:
     # The pass adds a copy for an output that is an input, a weight or another output, and renames
     # the input.
     graph = model.graph
-    inputs = [one.name for one in graph.inputs]
+    inputs = [input_.name for input_ in graph.inputs]
     OutputFixPass()(model)
     taken = {
         *inputs,
@@ -237,12 +237,14 @@ def _write_large(onnx: Any, program: Any, path: Path) -> None:
 
 def _dtypes(exported: ExportedProgram) -> set[torch.dtype]:
     modules = [
-        one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
+        module
+        for module in exported.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
     ]
     values = [
         value
-        for one in modules
-        for node in one.graph.nodes
+        for module in modules
+        for node in module.graph.nodes
         for value in pytree.tree_leaves(node.meta.get("val"))
     ]
     return {value.dtype for value in values if isinstance(value, torch.Tensor)}

@@ -139,11 +139,11 @@ def read_lists(
 def read_exclude(exclude: Collection[str] | str) -> tuple[str, ...]:
     """Check the names and globs of `exclude=`."""
     patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    for one in patterns:
-        if not isinstance(one, str):
+    for pattern in patterns:
+        if not isinstance(pattern, str):
             raise PolicyError(
                 "exclude= takes names of nodes, paths of modules and globs such as 'encoder.*',"
-                f" got {one!r}."
+                f" got {pattern!r}."
             )
     return patterns
 
@@ -188,7 +188,7 @@ def matching_exclusion(options: ConvertOptions, node: Node, name: str) -> str | 
         (
             pattern
             for pattern in options.exclude
-            if any(_matches(pattern, one) for one in candidates)
+            if any(_matches(pattern, candidate) for candidate in candidates)
         ),
         None,
     )
@@ -197,12 +197,15 @@ def matching_exclusion(options: ConvertOptions, node: Node, name: str) -> str | 
 def matching_condition(conditions: Iterable[Conditional], name: str, node: Node) -> str | None:
     """Return the reason why a call's arguments keep the op in float32, or None."""
     arguments: dict[str, Any] | None = None
-    for one in conditions:
-        if one.op != name:
+    for condition in conditions:
+        if condition.op != name:
             continue
         arguments = dict(named_arguments(node)) if arguments is None else arguments
-        if one.argument in arguments and _unpacked(arguments[one.argument]) in one.values:
-            return f"{one.argument}={_unpacked(arguments[one.argument])!r}: {one.reason}"
+        if condition.argument not in arguments:
+            continue
+        value = _unpacked(arguments[condition.argument])
+        if value in condition.values:
+            return f"{condition.argument}={value!r}: {condition.reason}"
     return None
 
 
@@ -228,11 +231,11 @@ def module_rule(
 def out_of_range(node: Node, dtype: torch.dtype) -> str | None:
     """Return why a number in a call does not fit a 16-bit dtype, or None if all fit."""
     limits = torch.finfo(dtype)
-    for one in _numbers(node):
-        if abs(one) > limits.max and abs(one) != float("inf"):
-            return f"{one:g} is beyond the range of {dtype_name(dtype)}"
-        if 0 < abs(one) < limits.smallest_normal:
-            return f"{one:g} is too small for {dtype_name(dtype)}"
+    for number in _numbers(node):
+        if abs(number) > limits.max and abs(number) != float("inf"):
+            return f"{number:g} is beyond the range of {dtype_name(dtype)}"
+        if 0 < abs(number) < limits.smallest_normal:
+            return f"{number:g} is too small for {dtype_name(dtype)}"
     return None
 
 
@@ -244,9 +247,9 @@ def _numbers(node: Node) -> list[float]:
     if not isinstance(node.target, OpOverload):
         return []
     computed = {
-        one.name
-        for one in node.target._schema.arguments
-        if any(kind in str(one.type) for kind in ("number", "Tensor"))
+        argument.name
+        for argument in node.target._schema.arguments
+        if any(kind in str(argument.type) for kind in ("number", "Tensor"))
     }
     return [
         value

@@ -86,7 +86,7 @@ def convert_program(
 
 def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
     """Return the example calls, each as its arguments and keyword arguments."""
-    if not isinstance(args, list) or not all(isinstance(one, tuple) for one in args):
+    if not isinstance(args, list) or not all(isinstance(arg, tuple) for arg in args):
         return [(args, {} if kwargs is None else kwargs)]
     if not args:
         raise ConversionError(
@@ -94,7 +94,7 @@ def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
             " arguments."
         )
     if kwargs is None or isinstance(kwargs, Mapping):
-        return [(one, kwargs or {}) for one in args]
+        return [(arg, kwargs or {}) for arg in args]
     several = list(kwargs)
     if len(several) != len(args):
         raise ConversionError(
@@ -105,7 +105,7 @@ def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
 
 
 def _device_type(module: nn.Module, calls: list[tuple[Any, Any]]) -> str:
-    inputs = (one for one in pytree.tree_leaves(calls) if isinstance(one, torch.Tensor))
+    inputs = (leaf for leaf in pytree.tree_leaves(calls) if isinstance(leaf, torch.Tensor))
     tensors = [*module.parameters(), *module.buffers(), *inputs]
     return tensors[0].device.type if tensors else "cpu"
 

@@ -131,9 +131,9 @@ def _is_pure(node: Node) -> bool:
     """Return whether a call has static sizes and no side effects or random numbers."""
     sizes = [
         size
-        for one in pytree.tree_leaves(node.meta.get("val"))
-        if isinstance(one, torch.Tensor)
-        for size in one.shape
+        for leaf in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(leaf, torch.Tensor)
+        for size in leaf.shape
     ]
     if not all(isinstance(size, int) for size in sizes):
         return False

@@ -161,8 +161,8 @@ class _HigherOrderCall:
             and self.around.assignment.dtype_of(value) is half_dtype
         }
         if not all(
-            isinstance(one, Node) and isinstance(one.meta.get("val"), torch.Tensor)
-            for one in operands[:carried]
+            isinstance(operand, Node) and isinstance(operand.meta.get("val"), torch.Tensor)
+            for operand in operands[:carried]
         ):
             return self._plan_bodies(), {}
         while True:

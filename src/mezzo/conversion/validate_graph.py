@@ -75,8 +75,10 @@ def check(name: str, custom_ops: Collection[str]) -> None:
                 " defines it first"
             )
     if namespace == "aten" and any(
-        one.is_out
-        for one in get_schema(f"aten::{op}", "" if overload == "default" else overload).arguments
+        argument.is_out
+        for argument in get_schema(
+            f"aten::{op}", "" if overload == "default" else overload
+        ).arguments
     ):
         raise CheckpointError(
             f"it calls {qualified}, which writes to out=; torch.export never writes such a call"

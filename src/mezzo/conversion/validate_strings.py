@@ -194,13 +194,16 @@ def _is_expression(node: ast.expr, depth: int = _DEEPEST) -> bool:
                 name in _FUNCTIONS
                 and not keywords
                 and depth > 0
-                and all(_is_number(one) or _is_expression(one, depth - 1) for one in arguments)
+                and all(
+                    _is_number(argument) or _is_expression(argument, depth - 1)
+                    for argument in arguments
+                )
             )
     return False
 
 
 def _is_leaf(name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-    if len(arguments) != 1 or not all(_is_assumption(one) for one in keywords):
+    if len(arguments) != 1 or not all(_is_assumption(keyword) for keyword in keywords):
         return False
     match arguments[0]:
         case ast.Constant(value=str() as word) if name == "Symbol":
@@ -264,7 +267,7 @@ def _is_guard(node: ast.AST, depth: int) -> bool:
 
 
 def _all_guards(nodes: list[Any], depth: int) -> bool:
-    return depth > 0 and all(_is_guard(one, depth - 1) for one in nodes)
+    return depth > 0 and all(_is_guard(node, depth - 1) for node in nodes)
 
 
 def _is_source(node: ast.expr) -> bool:

@@ -124,12 +124,12 @@ class _MezzoAccelerator:
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Decorate models and optimizers, then prepare them."""
         models = [
-            one
-            for one in args
-            if _is_new(one, nn.Module)
-            or (isinstance(one, nn.Module) and self._mezzo.evaluates(one))
+            arg
+            for arg in args
+            if _is_new(arg, nn.Module)
+            or (isinstance(arg, nn.Module) and self._mezzo.evaluates(arg))
         ]
-        optimizers = [one for one in args if _is_new(one, Optimizer)]
+        optimizers = [arg for arg in args if _is_new(arg, Optimizer)]
         owners = _owners(models, optimizers)
         for one, placed in zip(args, device_placement or [None] * len(args), strict=True):
             if _is_new(one, nn.Module):

@@ -77,7 +77,7 @@ def header(attachment: Attachment, rank: int, ranks: int) -> RunStarted:
     """Return the first record of a run: what runs, and where."""
     decoration = next((one for one in map(decoration_of, attachment.models) if one), None)
     plan = None if decoration is None else decoration.plan
-    dtypes = {one.dtype for model in attachment.models for one in model.parameters()}
+    dtypes = {parameter.dtype for model in attachment.models for parameter in model.parameters()}
     dtype = plan.dtype if plan is not None else next(iter(dtypes)) if len(dtypes) == 1 else None
     return RunStarted(
         model=", ".join(type(one).__name__ for one in attachment.models),

@@ -191,7 +191,9 @@ class _Reporter:
         key = (op.aten, op.place.module, op.place.backward, is_read)
         if self._mode is NumericsMode.WARN and key in self._found:
             return
-        bad = next((one for one in op.outputs if not bool(one.isfinite().all())), op.outputs[0])
+        bad = next(
+            (output for output in op.outputs if not bool(output.isfinite().all())), op.outputs[0]
+        )
         found = replace(
             _finding(op, self._step, read=is_read),
             output=tensor_range(bad),

@@ -129,10 +129,14 @@ class CheckingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves = leaves_of((*args, *kwargs.values()))
         inputs = _checkable(leaves)
-        unknown = [one for one in inputs if one.dim() and one.untyped_storage() not in self._known]
+        unknown = [
+            input_
+            for input_ in inputs
+            if input_.dim() and input_.untyped_storage() not in self._known
+        ]
         writes = func._schema.is_mutable
         before = _flags(inputs) if writes and inputs else None
-        fills = any(isinstance(one, float) and not math.isfinite(one) for one in leaves)
+        fills = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
         ranges = self._recorder.ranges(inputs) if writes else ()
         result = func(*args, **kwargs)
         outputs = _checkable(leaves_of((result,)))
@@ -190,12 +194,12 @@ def call_after(node: Any, report: Callable[[Any], None]) -> None:
 
 
 def _flags(tensors: list[Tensor]) -> _Flags:
-    values = [one.detach() for one in tensors]
+    values = [tensor.detach() for tensor in tensors]
     nan, inf = values[0].isnan().any(), values[0].isinf().any()
-    for one in values[1:]:
+    for value in values[1:]:
         # Optimizers pass steps on the host beside parameters on a device.
-        if one.device == nan.device:
-            nan, inf = nan | one.isnan().any(), inf | one.isinf().any()
+        if value.device == nan.device:
+            nan, inf = nan | value.isnan().any(), inf | value.isinf().any()
     return _Flags(nan, inf)
 
 
@@ -209,8 +213,8 @@ def _checkable(values: Iterable[Any]) -> list[Tensor]:
 
     Whether whole ones are finite would be a collective, in ops that other ranks do not check.
     """
-    shards = (local(one) if isinstance(one, Tensor) else one for one in values)
-    return [one for one in shards if _is_checkable(one)]
+    shards = (local(value) if isinstance(value, Tensor) else value for value in values)
+    return [shard for shard in shards if _is_checkable(shard)]
 
 
 def _is_checkable(value: Any) -> bool:

@@ -62,9 +62,9 @@ class FunctionPlaces(TorchFunctionMode):
         self._caller = caller
         """Frames below the one of this code are not the user's."""
         self._owners = {
-            one: name
+            parameter: name
             for name, module in modules.items()
-            for one in module.parameters(recurse=False)
+            for parameter in module.parameters(recurse=False)
         }
         for name, module in modules.items():
             if name:
@@ -154,8 +154,8 @@ def function_name(func: Callable[..., Any]) -> str | None:
 
 
 def _nodes(values: Any) -> list[Any]:
-    tensors = (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
-    return [one.grad_fn for one in tensors if one.grad_fn is not None]
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def _name(node: Any) -> str:

@@ -61,7 +61,7 @@ class LogWriter:
 
     def write_steps(self, steps: list[Line]) -> None:
         """Write records of steps, passed as their fields."""
-        due = [one for one in steps if one["skipped"] or self._is_step_due(one["step"])]
+        due = [step for step in steps if step["skipped"] or self._is_step_due(step["step"])]
         lines = _dumps([{"kind": StepRecord.kind, **one} for one in due])
         optional = [not one["skipped"] for one in due]
         self._write_lines(zip(lines, optional, strict=True))

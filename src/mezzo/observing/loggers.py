@@ -110,9 +110,9 @@ class LoggerWriter:
 
     def write_steps(self, steps: Sequence[Line]) -> None:
         """Write records of steps, passed as their fields."""
-        for one in steps:
-            if one["skipped"] or one["step"] % step_interval(one["step"]) == 0:
-                self.write_line({"kind": StepRecord.kind, **one})
+        for step in steps:
+            if step["skipped"] or step["step"] % step_interval(step["step"]) == 0:
+                self.write_line({"kind": StepRecord.kind, **step})
 
     def write_line(self, line: Line) -> None:
         """Write a record, passed as the line of a log that it is."""
@@ -152,11 +152,11 @@ class LoggerWriter:
             yield "skips", skip.cause + first
 
     def _call(self, call: Callable[[Logger], None]) -> None:
-        for one in self._loggers:
+        for logger in self._loggers:
             try:
-                call(one)
+                call(logger)
             except Exception as error:  # noqa: BLE001 - anything may fail in a user's logger
-                self._warn(one, error)
+                self._warn(logger, error)
 
     def _warn(self, logger: Logger, error: Exception) -> None:
         if id(logger) in self._failed:

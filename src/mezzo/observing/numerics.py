@@ -264,7 +264,7 @@ def _sampled_values(
     parameters: Mapping[str, nn.Parameter], masters: MasterWeights | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return copies of sampled values of parameters, as they are stored and in float32."""
-    stored = torch.cat([places_of(one) for one in parameters.values()])
+    stored = torch.cat([places_of(parameter) for parameter in parameters.values()])
     if masters is None:
         return stored, stored
     # Formats store each element for itself, so that samples merge as whole tensors do.
@@ -292,9 +292,9 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, Mapping):
-        yield from (one for one in outputs.values() if isinstance(one, torch.Tensor))
+        yield from (output for output in outputs.values() if isinstance(output, torch.Tensor))
     elif isinstance(outputs, tuple | list):
-        yield from (one for one in outputs if isinstance(one, torch.Tensor))
+        yield from (output for output in outputs if isinstance(output, torch.Tensor))
 
 
 # -- the table -------------------------------------------------------------------------------------

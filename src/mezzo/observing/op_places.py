@@ -96,7 +96,7 @@ class PlaceTracker:
     def start(self) -> None:
         """Register the hooks."""
         for path, module in self._named_modules():
-            self._owners |= {id(one): path for one in module.parameters(recurse=False)}
+            self._owners |= {id(parameter): path for parameter in module.parameters(recurse=False)}
             self._handles += [
                 module.register_forward_pre_hook(
                     ModuleHook(lambda *_, path=path: self._enter(path))

@@ -313,7 +313,7 @@ class _Timer:
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if any(one.is_cuda for one in inputs):
+        if any(input_.is_cuda for input_ in inputs):
             self._events = (
                 torch.cuda.Event(enable_timing=True),
                 torch.cuda.Event(enable_timing=True),

@@ -93,7 +93,7 @@ class ValueRecorder(Pausable, FunctionPlaces):
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
         op, module = function_name(func), self.module
-        leaves = [one for one in pytree.tree_leaves(result) if _is_value(one)]
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if _is_value(leaf)]
         if op is None or op in _CASTS or not leaves or self.is_paused:
             return result
         index = self._calls[op, module]
@@ -183,13 +183,13 @@ def record_values(
             yield recorder
 
     trace = replay.run(replay.policy, observer=observer)
-    values = tuple(_unscaled(one, trace.scale) for one in recorders[0].values)
+    values = tuple(_unscaled(value, trace.scale) for value in recorders[0].values)
     record = {
         "kind": KIND,
         "step": number,
         "time": 0.0,
         "loss": None if trace.loss is None else _plain(trace.loss),
-        "values": [one.to_dict() for one in values],
+        "values": [value.to_dict() for value in values],
     }
     _append(Path(log), replay, record)
     return values

@@ -156,7 +156,7 @@ class EventRecord(Record):
     @classmethod
     def of(cls, event: Event, step: int, time: float) -> EventRecord:
         """Make the record of an event."""
-        values = {one.name: getattr(event, one.name) for one in fields(event)}
+        values = {field.name: getattr(event, field.name) for field in fields(event)}
         return cls(step=step, time=time, name=type(event).__name__, fields=values)
 
 
@@ -174,5 +174,5 @@ def is_important(record: Record) -> bool:
     if isinstance(record, StepRecord):
         return bool(record.skipped)
     if isinstance(record, GradientsRecord):
-        return any(one.overflowed for one in record.layers.values())
+        return any(layer.overflowed for layer in record.layers.values())
     return not isinstance(record, TensorsRecord | OpsRecord)

@@ -169,7 +169,7 @@ class Run:
         self._op_sampler = OpSampler(self._attachment.models) if ops else None
         self._ops = SampledOps() if ops else None
         samplers = (self._sampler, self._op_sampler)
-        self.collectors: list[Collector] = [one for one in samplers if one is not None]
+        self.collectors: list[Collector] = [sampler for sampler in samplers if sampler is not None]
         """What collects records from sampled steps: of each interval the first has the first step,
         the second the next one, and so on."""
         self._header = header(self._attachment, rank, world_size)
@@ -391,7 +391,7 @@ class Run:
         last = steps.last()
         if last is not None and last.loss is not None:
             lines[1] += f", loss: {last.loss:.4g}"
-        lines += [f"last skip: step {one.step}, {one.parameter}" for one in [*steps.skips][-1:]]
+        lines += [f"last skip: step {skip.step}, {skip.parameter}" for skip in [*steps.skips][-1:]]
         lines += _worst_gradients(self._gradients)
         if numerics := self.numerics:
             sampled = ", ".join(f"{len(one)} {which}" for which, one in numerics.items())
@@ -441,7 +441,7 @@ class Run:
 
 def _worst_gradients(gradients: dict[str, Counts]) -> list[str]:
     """Return a line for the gradient that underflows most, and one for what overflowed."""
-    total = sum(one.overflowed for one in gradients.values())
+    total = sum(gradient.overflowed for gradient in gradients.values())
     known = {name: one for name, one in gradients.items() if one.total}
     if not known:
         return []

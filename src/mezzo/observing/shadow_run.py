@@ -309,32 +309,32 @@ class _Call:
     @property
     def causes(self) -> frozenset[Place]:
         """The ops whose rounding to 16 bits is in the inputs."""
-        return frozenset[Place]().union(*(one.causes for one in self.inputs))
+        return frozenset[Place]().union(*(input_.causes for input_ in self.inputs))
 
     @property
     def flushed(self) -> Finding | None:
         """The op that underflowed on the way to the inputs."""
-        return next((one.flushed for one in self.inputs if one.flushed is not None), None)
+        return next((input_.flushed for input_ in self.inputs if input_.flushed is not None), None)
 
     @property
     def error(self) -> float:
         """The largest error of the inputs."""
-        return max((one.error for one in self.inputs), default=0.0)
+        return max((input_.error for input_ in self.inputs), default=0.0)
 
     @property
     def norm(self) -> float:
         """The largest norm of the inputs."""
-        return max((one.norm for one in self.inputs), default=0.0)
+        return max((input_.norm for input_ in self.inputs), default=0.0)
 
     @property
     def has_infinite_number(self) -> bool:
         """Whether an argument is infinity itself, as the value of `masked_fill`."""
         numbers = pytree.tree_leaves((self.args, self.kwargs))
-        return any(isinstance(one, float) and isinf(one) for one in numbers)
+        return any(isinstance(number, float) and isinf(number) for number in numbers)
 
     @property
     def reads_infinity(self) -> bool:
-        return any(not bool(one.exact.isfinite().all()) for one in self.inputs)
+        return any(not bool(input_.exact.isfinite().all()) for input_ in self.inputs)
 
 
 def _unread_statistics(call: _Call) -> tuple[Any, ...]:

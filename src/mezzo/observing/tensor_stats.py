@@ -102,7 +102,7 @@ def sample_all(
     tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor] | None = None
 ) -> list[SampledTensor]:
     """Sample tensors of floating-point values, which are on one device. Does not synchronize."""
-    here = [local(one) for one in tensors]
+    here = [local(tensor) for tensor in tensors]
     values = copied([places_of(*one) for one in zip(here, likes or here, strict=True)])
     return [
         SampledTensor(value, one.numel(), one.dtype, largest)
@@ -151,7 +151,7 @@ def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def copied(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of vectors: one tensor in memory for all of a dtype."""
     copies: dict[int, torch.Tensor] = {}
-    for places in grouped(one.dtype for one in parts):
+    for places in grouped(part.dtype for part in parts):
         chosen = [parts[place] for place in places]
         copies.update(zip(places, split_like(torch.cat(chosen), chosen), strict=True))
     return [copies[place] for place in range(len(parts))]
@@ -159,7 +159,7 @@ def copied(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def split_like(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return views of a vector that have the sizes of other vectors."""
-    views: Sequence[torch.Tensor] = flat.split([one.numel() for one in parts])
+    views: Sequence[torch.Tensor] = flat.split([part.numel() for part in parts])
     return views
 
 
@@ -247,7 +247,7 @@ def compute_stats(
     widths = [max(1, *(one.values.numel() for one in block)) for block in blocks]
     return PendingStats(
         tuple(name for name, _ in samples),
-        tuple((one.numel, one.values.numel(), one.dtype) for one in tensors),
+        tuple((tensor.numel, tensor.values.numel(), tensor.dtype) for tensor in tensors),
         tuple(order),
         tuple(width for block, width in zip(blocks, widths, strict=True) for _ in block),
         AsyncCopy(torch.cat(list(map(_numbers, blocks, widths)))),
@@ -278,7 +278,7 @@ def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
         torch.stack(columns, 1),
         histogram.view(-1, _BINS),
     ]
-    return torch.cat([one.double() for one in rows], 1)
+    return torch.cat([row.double() for row in rows], 1)
 
 
 def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
@@ -289,7 +289,9 @@ def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
         # Cached: most parts have one of a few sizes.
         rest = cache(lambda size, padding=padding: padding[size:])
         blocks.append(torch.cat([one for part in run for one in (part, rest(len(part)))]))
-    flat = blocks[0].to(wide) if len(blocks) == 1 else torch.cat([one.to(wide) for one in blocks])
+    flat = (
+        blocks[0].to(wide) if len(blocks) == 1 else torch.cat([block.to(wide) for block in blocks])
+    )
     return flat.view(-1, width)
 
 

@@ -98,9 +98,11 @@ class Replicas:
     def _refuse_unreduced(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> None:
-        reduced = {parameter for one in self.wrappers for parameter in _reduced_parameters(one)}
+        reduced = {
+            parameter for wrapper in self.wrappers for parameter in _reduced_parameters(wrapper)
+        }
         names: dict[torch.Tensor, str] = {
-            parameter: name for one in models for name, parameter in one.named_parameters()
+            parameter: name for model in models for name, parameter in model.named_parameters()
         }
         for optimizer in optimizers:
             for parameter in parameters(optimizer):
@@ -222,7 +224,9 @@ class Replicas:
 
 def find_replicas(models: Any, reduce_dtype: str | torch.dtype | None = None) -> Replicas:
     """Return the wrappers among models that were passed to a step."""
-    wrappers = tuple(one for one in models_of(models) if isinstance(one, DistributedDataParallel))
+    wrappers = tuple(
+        model for model in models_of(models) if isinstance(model, DistributedDataParallel)
+    )
     if reduce_dtype is None:
         return Replicas(wrappers)
     by_name = {dtype_name(one): one for one in REDUCE_DTYPES}
@@ -243,7 +247,8 @@ def find_replicas(models: Any, reduce_dtype: str | torch.dtype | None = None) ->
 def inner_models(models: Any) -> tuple[nn.Module, ...]:
     """Return the models that were passed to a step, without their wrappers."""
     return tuple(
-        one.module if isinstance(one, DistributedDataParallel) else one for one in models_of(models)
+        model.module if isinstance(model, DistributedDataParallel) else model
+        for model in models_of(models)
     )
 
 

@@ -188,7 +188,7 @@ def _entry_for_call(
         entry.rule is Rule.REFUSE
         and name in lists.refused_in_half
         and dtypes is not None
-        and not any(one in HALF_DTYPES for one in dtypes)
+        and not any(dtype in HALF_DTYPES for dtype in dtypes)
     ):
         return Entry(Rule.KEEP, "refused only with 16-bit inputs")
     return entry

@@ -360,10 +360,10 @@ def _refuse_mid_accumulation(
 def _decorations(
     models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
 ) -> set[Decoration]:
-    of_optimizers = (decoration_of(one) for one in optimizers)
+    of_optimizers = (decoration_of(optimizer) for optimizer in optimizers)
     return {
-        *(one for model in models for one in decorations_of(model)),
-        *(one for one in of_optimizers if one is not None),
+        *(decoration for model in models for decoration in decorations_of(model)),
+        *(optimizer for optimizer in of_optimizers if optimizer is not None),
     }
 
 

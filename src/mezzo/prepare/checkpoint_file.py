@@ -86,8 +86,10 @@ def save(content: Any, file: BinaryIO) -> None:
 
     Raises `CheckpointError` for tensors that `load` would reject for their size.
     """
-    storages = [one.untyped_storage() for one in _plain_tensors(content)]
-    _check_tensor_sizes(content, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+    storages = [tensor.untyped_storage() for tensor in _plain_tensors(content)]
+    _check_tensor_sizes(
+        content, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    )
     has_checksums = torch.serialization.get_crc32_options()
     if not has_checksums:
         torch.serialization.set_crc32_options(True)
@@ -162,29 +164,29 @@ def _check_entries(archive: ZipFile, size: int) -> None:
     """Raise for entries that are compressed or that overlap: together they must fit the file."""
     entries = archive.infolist()
     if any(
-        one.compress_type != ZIP_STORED
-        or one.flag_bits & ~_FLAGS
-        or one.file_size != one.compress_size
-        for one in entries
+        entry.compress_type != ZIP_STORED
+        or entry.flag_bits & ~_FLAGS
+        or entry.file_size != entry.compress_size
+        for entry in entries
     ):
         raise CheckpointError(
             "it has compressed or encrypted entries, which save_checkpoint never writes"
         )
     # Of an entry with the attribute of a folder, torch reads nothing, and returns memory that was
     # never written.
-    if any(one.external_attr & _FOLDER or one.is_dir() for one in entries):
+    if any(entry.external_attr & _FOLDER or entry.is_dir() for entry in entries):
         raise CheckpointError("its directory is damaged")
-    if sum(one.file_size for one in entries) > size:
+    if sum(entry.file_size for entry in entries) > size:
         raise CheckpointError("its entries overlap")
-    if any(count > 1 for count in Counter(one.filename.lower() for one in entries).values()):
+    if any(count > 1 for count in Counter(entry.filename.lower() for entry in entries).values()):
         raise CheckpointError("it has two entries of the same name")
 
 
 def _pickle_entry(archive: ZipFile) -> ZipInfo:
     """Return the entry of the pickle."""
     # torch ignores the case of a name, and takes the folder of the first entry.
-    names = [one.filename.lower() for one in archive.infolist()]
-    pickles = [one for one in archive.infolist() if one.filename.lower().endswith("data.pkl")]
+    names = [entry.filename.lower() for entry in archive.infolist()]
+    pickles = [entry for entry in archive.infolist() if entry.filename.lower().endswith("data.pkl")]
     if len(pickles) != 1 or any(name.endswith("constants.pkl") for name in names):
         raise CheckpointError("it is an archive of another kind")
     return pickles[0]
@@ -238,7 +240,7 @@ def _check_pickle(pickled: bytes, budget: int) -> None:
         elif name not in _NOTHING:
             start = marks.pop() if name in _TO_MARK else len(stack) - _TAKES.get(name, 0)
             operands = stack[start:]
-            size = min(sum(one.size + _SLOT for one in operands), budget)
+            size = min(sum(operand.size + _SLOT for operand in operands), budget)
             del stack[start:]
             if name in _GROWS:
                 stack[-1].grow(size)
@@ -285,7 +287,7 @@ def _safe_globals() -> set[str]:
         (one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}")
         for one in torch.serialization.get_safe_globals()
     )
-    return {" ".join(one.rpartition(".")[::2]) for one in names}
+    return {" ".join(name.rpartition(".")[::2]) for name in names}
 
 
 def _check_tensor_sizes(content: Any, size: int) -> None:
@@ -293,7 +295,7 @@ def _check_tensor_sizes(content: Any, size: int) -> None:
 
     Expanded tensors, or many views of one storage, would allocate that memory when they are copied.
     """
-    claimed = sum(one.numel() * one.element_size() for one in _plain_tensors(content))
+    claimed = sum(tensor.numel() * tensor.element_size() for tensor in _plain_tensors(content))
     # Twice the size, because tied weights are in a file once, under several names.
     if claimed > 2 * size + _BUDGET:
         raise CheckpointError(f"its tensors claim {claimed} bytes, and the file has {size}")

@@ -165,7 +165,7 @@ def _drop_missing(states: dict[str, Any], prefix: str, saved: set[str]) -> None:
     """Remove the states of parameters that had none when the checkpoint was saved."""
     present = {one.removeprefix(prefix) for one in saved if one.startswith(prefix)}
     prefixes = {one[:place] for one in present for place in _dots(one)}
-    for name in [one for one in states if one not in prefixes]:
+    for name in [state for state in states if state not in prefixes]:
         del states[name]
 
 

@@ -121,7 +121,7 @@ def has_exact_masters(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> bo
     return (
         decoration is not None
         and MASTER_FORMATS[decoration.plan.master].exact
-        and all(one in models for one in decoration.models)
+        and all(model in models for model in decoration.models)
     )
 
 

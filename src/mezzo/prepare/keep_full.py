@@ -69,9 +69,9 @@ class KeepFull:
     def _of_tensor(self, name: str) -> str:
         return next(
             (
-                f"keep_full has {one.text!r}"
-                for one in self.selectors
-                if one.rank > _TYPE_RANK and fnmatchcase(name, one.text)
+                f"keep_full has {selector.text!r}"
+                for selector in self.selectors
+                if selector.rank > _TYPE_RANK and fnmatchcase(name, selector.text)
             ),
             "",
         )

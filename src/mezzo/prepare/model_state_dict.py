@@ -50,11 +50,11 @@ def exact_state_dict(model: nn.Module) -> dict[str, Any]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _tensors(module):
             key = f"{prefix}.{name}" if prefix else name
-            for one in weights:
-                if key in state and tensor in one and one.is_exact(tensor):
+            for weight in weights:
+                if key in state and tensor in weight and weight.is_exact(tensor):
                     # Read once, so that tied weights stay tied in a file.
                     if tensor not in read:
-                        read[tensor] = one.read(tensor)
+                        read[tensor] = weight.read(tensor)
                     state[key] = read[tensor]
     return state
 

@@ -420,4 +420,6 @@ def plan_tensors(
     casts_buffers = not casts_only_parameters(policy)
     rule = TensorRule(policy.level, half, "stays float32", master, casts_buffers=casts_buffers)
     infos = list_tensors(targets, keep_full)
-    return PlannedTensors(half, master, tuple(PlannedTensor(one, rule.row(one)) for one in infos))
+    return PlannedTensors(
+        half, master, tuple(PlannedTensor(info, rule.row(info)) for info in infos)
+    )

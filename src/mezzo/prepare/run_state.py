@@ -86,8 +86,8 @@ class RunState:
         """
         state = {
             "step": None if self._step is None else self._step.run_state(),
-            "scalers": [one.state_dict() for one in self._scalers],
-            "schedulers": [one.state_dict() for one in self._schedulers],
+            "scalers": [scaler.state_dict() for scaler in self._scalers],
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
         return {_KEY: pack(state)}
 

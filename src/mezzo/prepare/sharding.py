@@ -94,9 +94,14 @@ def sharding_obstacle(models: Models) -> str | None:
     FSDP2 alone is captured, over all processes or one dimension of a mesh.
     """
     grouped = {
-        id(one) for model in models for group in fsdp_groups(model) for one in group.parameters
+        id(parameter)
+        for model in models
+        for group in fsdp_groups(model)
+        for parameter in group.parameters
     }
-    sharded: list[Any] = [one for model in models for one in model.parameters() if is_sharded(one)]
+    sharded: list[Any] = [
+        parameter for model in models for parameter in model.parameters() if is_sharded(parameter)
+    ]
     if any(id(one) not in grouped or not _is_plain_fsdp(one) for one in sharded):
         return "tensor parallelism has sharded the model, which is not captured"
     mesh = mesh_of(sharded)
@@ -107,7 +112,7 @@ def sharding_obstacle(models: Models) -> str | None:
         for one in sharded
         for dimension in range(one.device_mesh.ndim)
     }
-    if any("cuda:nccl" not in one for one in backends):
+    if any("cuda:nccl" not in backend for backend in backends):
         return f"the model is sharded by {', '.join(sorted(backends))}; only NCCL is captured"
     if not distributed.is_gloo_available():
         return "torch has no gloo, by which ranks agree what to capture"
@@ -207,7 +212,9 @@ def _without_plain_norms(keep: KeepFull) -> KeepFull:
 
     Layer, group and RMS norms compute in float32 from 16-bit weights too, as at O2 without shards.
     """
-    required = tuple(one for one in keep.selectors if one not in _DEFAULT or one == _STRICT)
+    required = tuple(
+        selector for selector in keep.selectors if selector not in _DEFAULT or selector == _STRICT
+    )
     return replace(keep, selectors=required)
 
 
@@ -222,9 +229,11 @@ def _precision(
 ) -> GroupPrecision:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
 
-    trained = [one for one in group.parameters if one.is_floating_point()]
-    stays = bool(trained) and all(id(one) in kept for one in trained)
-    required = [names.get(id(one), "") for one in trained if id(one) in strictly_kept]
+    trained = [parameter for parameter in group.parameters if parameter.is_floating_point()]
+    stays = bool(trained) and all(id(parameter) in kept for parameter in trained)
+    required = [
+        names.get(id(parameter), "") for parameter in trained if id(parameter) in strictly_kept
+    ]
     if group.policy != MixedPrecisionPolicy():
         if group.policy.param_dtype is not half or (required and not stays):
             _refuse_group_policy(group, half)
@@ -305,7 +314,7 @@ def _do_nothing() -> None:
 
 
 def _check_parameters(optimizer: Optimizer, decorated: list[torch.Tensor], models: Models) -> None:
-    present = {id(one) for model in models for one in model.parameters()}
+    present = {id(parameter) for model in models for parameter in model.parameters()}
     lost = [one for one in decorated if id(one) not in present]
     sharded = is_sharded_model(models)
     if lost and (sharded or len(lost) == len(decorated)):

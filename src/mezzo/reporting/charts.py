@@ -102,8 +102,8 @@ def _powers_of_two(run: RunData) -> dict[str, Any]:
     ticks = range(min(exponents), max(exponents) + 2, stride)
     return {
         "type": "log",
-        "tickvals": [2.0**one for one in ticks],
-        "ticktext": [f"2<sup>{one}</sup>" for one in ticks],
+        "tickvals": [2.0**tick for tick in ticks],
+        "ticktext": [f"2<sup>{tick}</sup>" for tick in ticks],
     }
 
 

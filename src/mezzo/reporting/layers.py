@@ -111,7 +111,7 @@ def heat_maps(run: RunData) -> list[HeatMap]:
         ),
         _sampled_map("Updates lost to rounding", "share", sampled, "updates", "lost", max),
     ]
-    found = [one for one in candidates if one is not None]
+    found = [candidate for candidate in candidates if candidate is not None]
     # Those that show something come first; the order is otherwise the one above.
     return sorted(found, key=lambda one: one.is_dull)
 

@@ -121,13 +121,13 @@ class RunData:
     @property
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks without a log."""
-        return tuple(sorted(set(range(self.world_size)) - {one.rank for one in self.ranks}))
+        return tuple(sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks}))
 
     @property
     def steps(self) -> int:
         """The number of the last step."""
-        steps = [step_of(line) for one in self.ranks for line in one.of("step")]
-        return max((one for one in steps if one is not None), default=0)
+        steps = [step_of(line) for rank in self.ranks for line in rank.of("step")]
+        return max((step for step in steps if step is not None), default=0)
 
     @property
     def seconds(self) -> float:
@@ -135,8 +135,8 @@ class RunData:
         return max(
             (
                 finite(lines[-1].get("time")) or 0.0
-                for one in self.ranks
-                for lines in one.records.values()
+                for rank in self.ranks
+                for lines in rank.records.values()
             ),
             default=0.0,
         )
@@ -148,8 +148,8 @@ class RunData:
         That is with the rank whose loss was not finite, if one was: it made the others skip.
         """
         found: dict[tuple[int, str | None], Skip] = {}
-        for one in self.ranks:
-            for skip in one.skips:
+        for rank in self.ranks:
+            for skip in rank.skips:
                 first = found.setdefault((skip.step, skip.parameter), skip)
                 if _is_bad(skip.loss) and not _is_bad(first.loss):
                     found[skip.step, skip.parameter] = skip
@@ -165,7 +165,7 @@ class RunData:
 
     def of(self, kind: str) -> list[Line]:
         """Return the records of a kind of all ranks."""
-        return [line for one in self.ranks for line in one.of(kind)]
+        return [line for rank in self.ranks for line in rank.of(kind)]
 
 
 def read_run(source: Source) -> RunData:
@@ -196,7 +196,7 @@ def _lines(source: Source) -> list[list[dict[str, Any]]]:
             f" {f'{path.stem}.rank0{path.suffix}'!r}. Pass the path that was passed as log= or"
             " --log."
         )
-    return [read_log(one) for one in ranks]
+    return [read_log(rank) for rank in ranks]
 
 
 def _lines_of_run(run: Any) -> list[dict[str, Any]]:
@@ -216,7 +216,7 @@ def _lines_of_run(run: Any) -> list[dict[str, Any]]:
     records += [
         TensorsRecord(step=last, which=which, stats=stats) for which, stats in run.numerics.items()
     ]
-    return [one.to_json() for one in records]
+    return [record.to_json() for record in records]
 
 
 def _is_bad(loss: float | None) -> bool:

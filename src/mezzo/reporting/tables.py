@@ -180,10 +180,12 @@ def lint_table(run: RunData) -> Table:
         ("rule", "what", "where", "why it costs", "write instead", "gain"),
         (
             [
-                *(one.get(name) for name in ("rule", "what", "where", "why", "instead")),
-                None if (gain := finite(one.get("gain"))) is None else Cell(f"{gain:.2f}×", gain),
+                *(finding.get(name) for name in ("rule", "what", "where", "why", "instead")),
+                None
+                if (gain := finite(finding.get("gain"))) is None
+                else Cell(f"{gain:.2f}×", gain),
             ]
-            for one in lint_findings(run)
+            for finding in lint_findings(run)
         ),
     )
 

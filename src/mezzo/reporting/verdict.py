@@ -89,10 +89,10 @@ def lowered(sentence: str) -> str:
 
 def _ends(run: RunData) -> list[str]:
     found = []
-    for one in run.ranks:
-        if one.end not in {None, "stopped"}:
-            name = f"Rank {one.rank}" if run.world_size > 1 else "The run"
-            found.append(f"{name} ended with {one.end}.")
+    for rank in run.ranks:
+        if rank.end not in {None, "stopped"}:
+            name = f"Rank {rank.rank}" if run.world_size > 1 else "The run"
+            found.append(f"{name} ended with {rank.end}.")
     if run.missing_ranks:
         names = ", ".join(map(str, run.missing_ranks))
         found.append(f"There is no log of rank {names}, of {run.world_size} ranks.")

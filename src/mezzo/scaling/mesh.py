@@ -100,7 +100,7 @@ def first_element(parameter: torch.Tensor) -> int:
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the shards of this process of some tensors; plain tensors as they are."""
-    return [local(one) for one in tensors] if any_sharded(tensors) else tensors
+    return [local(tensor) for tensor in tensors] if any_sharded(tensors) else tensors
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

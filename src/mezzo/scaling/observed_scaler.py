@@ -64,8 +64,12 @@ def checked_only_others(scaler: Scaler, optimizers: Sequence[torch.optim.Optimiz
     checked = [record.optimizer for record in records if record.optimizer is not None]
     if not checked or len(checked) < len(records) or any(one in optimizers for one in checked):
         return False
-    own = {id(one) for optimizer in optimizers for one in gradients.parameters(optimizer)}
-    return not any(id(one) in own for other in checked for one in gradients.parameters(other))
+    own = {
+        id(parameter) for optimizer in optimizers for parameter in gradients.parameters(optimizer)
+    }
+    return not any(
+        id(parameter) in own for other in checked for parameter in gradients.parameters(other)
+    )
 
 
 def found_inf(scaler: Scaler) -> torch.Tensor | None:

@@ -49,7 +49,9 @@ def optimizer_obstacle(executor: StepExecutor) -> str | None:
     """
     options = executor.options
     names = [
-        type(one).__name__ for one in executor.components.optimizers if device_binding(one) is None
+        type(optimizer).__name__
+        for optimizer in executor.components.optimizers
+        if device_binding(optimizer) is None
     ]
     if not names or (options.accumulate == 1 and not options.takes_update):
         return None

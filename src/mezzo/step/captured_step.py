@@ -75,8 +75,8 @@ class StepGraphs:
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
         self.capturer = GraphCapturer.on(executor.components.device)
-        bindings = [device_binding(one) for one in executor.components.optimizers]
-        self.bindings = [one for one in bindings if one is not None]
+        bindings = [device_binding(optimizer) for optimizer in executor.components.optimizers]
+        self.bindings = [binding for binding in bindings if binding is not None]
         self.captures_update = len(self.bindings) == len(bindings)
         """Whether every optimizer can be stepped in a graph. Otherwise all are stepped eagerly,
         after a graph of the forward and backward pass."""

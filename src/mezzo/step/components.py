@@ -194,7 +194,7 @@ def _check_decoration(
     precision: PrecisionArgs,
 ) -> None:
     """Check that all were decorated together, and with the requested policy if there is one."""
-    if any(decoration_of(one) is not decoration for one in all_decorated(models, optimizers)):
+    if any(decoration_of(owner) is not decoration for owner in all_decorated(models, optimizers)):
         raise PolicyError(
             "The model is decorated, but not together with the other models and optimizers."
             " Decorate all in one call, or pass them plain: the step decorates them."

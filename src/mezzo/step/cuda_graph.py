@@ -285,7 +285,7 @@ def keeps_autograd_graph(parameters: Iterable[torch.Tensor]) -> bool:
     >>> keeps_autograd_graph([weight])
     False
     """
-    return any(_is_node_kept(one) for one in parameters if one.requires_grad)
+    return any(_is_node_kept(parameter) for parameter in parameters if parameter.requires_grad)
 
 
 def _is_node_kept(parameter: torch.Tensor) -> bool:

@@ -350,7 +350,9 @@ class StepContext:
             torch.autograd.backward(loss, seed, repeats or retain_graph, inputs=inputs)
 
         trained = [
-            one for optimizer in self._components.optimizers for one in parameters(optimizer)
+            parameter
+            for optimizer in self._components.optimizers
+            for parameter in parameters(optimizer)
         ]
         return capture.find_first_scale(scaler, loss, trained, backward)
 
@@ -407,7 +409,7 @@ class StepContext:
         """Return the sum of squares of the gradients of all stepped optimizers, if it is known."""
         bindings = [optimizer_binding(optimizer) for optimizer in self.results]
         squares = [None if binding is None else binding.square_sum for binding in bindings]
-        known = [one for one in squares if one is not None]
+        known = [square for square in squares if square is not None]
         if not known or len(known) < len(squares):
             return None
         return known[0] if len(known) == 1 else torch.stack(known).sum()

@@ -42,11 +42,11 @@ class HostInputs:
     def copy(self, inputs: Sequence[HostInput]) -> None:
         """Copy inputs to their buffers, in the order of the current stream."""
         staged = []
-        for one in inputs:
-            if is_staged(one.leaf):
-                staged.append(one)
+        for input_ in inputs:
+            if is_staged(input_.leaf):
+                staged.append(input_)
             else:
-                one.buffer.copy_(one.leaf, non_blocking=True)
+                input_.buffer.copy_(input_.leaf, non_blocking=True)
         if staged:
             self._copy_staged(staged)
 

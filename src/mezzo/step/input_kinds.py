@@ -128,7 +128,7 @@ class InputKinds(Generic[Graph]):
             oldest.graphs.clear()
 
     def _oldest_if_full(self) -> InputKind[Graph] | None:
-        captured = [one for one in self._kinds.values() if one.graphs]
+        captured = [kind for kind in self._kinds.values() if kind.graphs]
         if len(captured) < self.limit:
             return None
         return min(captured, key=lambda one: one.last_use)

@@ -165,7 +165,7 @@ class MetricsBuffer:
         from mezzo.step.triton_metrics import metrics_kernel  # noqa: PLC0415
 
         # The memory is passed where the kernel does not read.
-        numbers = [self.memory if one is None else one for one in tensors]
+        numbers = [self.memory if tensor is None else tensor for tensor in tensors]
         history = self.history
         counts = None if history is None else history.counts
         numbers += [

@@ -46,7 +46,7 @@ def process_groups(components: StepComponents) -> tuple[distributed.ProcessGroup
     """
     if components.replicas:
         return (components.replicas.group,)
-    mesh = mesh_of([one for model in components.models for one in model.parameters()])
+    mesh = mesh_of([parameter for model in components.models for parameter in model.parameters()])
     return () if mesh is None else mesh.groups
 
 
@@ -80,8 +80,12 @@ def shared_settings(components: StepComponents, options: StepOptions) -> dict[st
 
 def _settings(components: StepComponents, options: StepOptions) -> Iterator[tuple[str, str]]:
     plan, policy, replicas = components.decoration.plan, components.policy, components.replicas
-    yield from _text((one.name, policy.format_field(one.name)) for one in fields(policy))
-    hooks = [hook.__qualname__ for one in replicas.wrappers for hook, _ in communication_hooks(one)]
+    yield from _text((field.name, policy.format_field(field.name)) for field in fields(policy))
+    hooks = [
+        hook.__qualname__
+        for wrapper in replicas.wrappers
+        for hook, _ in communication_hooks(wrapper)
+    ]
     yield from _text(
         {
             "dtype": plan.dtype and dtype_name(plan.dtype),

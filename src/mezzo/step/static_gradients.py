@@ -71,7 +71,7 @@ class StaticGradients:
     def versions(self) -> list[int]:
         """Return the versions of the gradients, for `were_added_to`."""
         # Those of shards: FSDP2 adds to them, and leaves the versions of sharded tensors alone.
-        return [version_of(one) for one in shards([gradient for _, gradient in self._static])]
+        return [version_of(shard) for shard in shards([gradient for _, gradient in self._static])]
 
     def were_added_to(self, versions: list[int], gradients: Gradients) -> bool:
         """Return whether a call since then has added to all of them, and there are no others."""

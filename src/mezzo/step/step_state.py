@@ -146,7 +146,7 @@ def _refuse_lost_optimizer_state(components: StepComponents, state: dict[str, An
     `torch.distributed.checkpoint` loads only entries that the state of the fresh step has too.
     """
     scales = (state["scaler"] or {}).get("mezzo_states", [{"good_steps": state["updates"]}])
-    if not any(one.get("good_steps") for one in scales):
+    if not any(scale.get("good_steps") for scale in scales):
         return
     for optimizer, saved in zip(components.optimizers, state["optimizers"], strict=True):
         algorithm = ALGORITHMS.get(algorithm_name(optimizer))

@@ -131,8 +131,8 @@ for _name in ("sub", "div", "mod", "power"):
 @register("add_n ElementWiseSum _sparse_add_n")
 def _add_n(*args: Tensor) -> Tensor:
     result = args[0]
-    for one in args[1:]:
-        result = result + one
+    for arg in args[1:]:
+        result = result + arg
     return result
 
 

@@ -118,9 +118,9 @@ def merge(
 def _numbered(tensors: Iterable[LoggedTensor]) -> list[tuple[LoggedTensor, int]]:
     seen: Counter[str] = Counter()
     numbered = []
-    for one in tensors:
-        key = _key(one, 0)
-        numbered.append((one, seen[key]))
+    for tensor in tensors:
+        key = _key(tensor, 0)
+        numbered.append((tensor, seen[key]))
         seen[key] += 1
     return numbered
 
