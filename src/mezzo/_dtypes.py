@@ -53,7 +53,7 @@ def parse_dtype(
     if dtype in allowed:
         return dtype
     shown = repr(value) if isinstance(value, str) else str(value)
-    known = [*beside, *(dtype_name(one) for one in allowed)]
+    known = [*beside, *(dtype_name(dtype) for dtype in allowed)]
     suggestion = nearest(value, known) if isinstance(value, str) and dtype is None else ""
     raise PolicyError(
         f"{what}={shown} is not a dtype that can be used here. {choices(known)}{suggestion}"

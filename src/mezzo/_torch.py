@@ -535,7 +535,7 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     return [
         FsdpGroup(
             module,
-            [one.sharded_param for one in _attribute(group, "fsdp_params")],
+            [parameter.sharded_param for parameter in _attribute(group, "fsdp_params")],
             _group_policy(group),
             _attribute(state, "_is_root") is not None,
             partial(_set_policy, state, group),
@@ -585,7 +585,7 @@ def _group_policy(group: Any) -> Any:
     Since torch 2.15 a parameter can have another one, by the policy's `param_dtype_override_fn`.
     """
     first, *others = [_attribute(parameter, "mp_policy") for parameter in group.fsdp_params]
-    if any(one != first for one in others):
+    if any(policy != first for policy in others):
         raise UnsupportedError(
             "Parameters that FSDP2 gathers together have several dtypes: its policy has a"
             " param_dtype_override_fn. Leave mp_policy out of fully_shard(...), and shard modules"
@@ -598,9 +598,9 @@ def _set_policy(state: Any, group: Any, policy: Any) -> None:
     # The state casts inputs and outputs of forward, parameters choose the dtypes of collectives;
     # before torch 2.15 their group does.
     state._mp_policy = policy
-    for one in (group, *group.fsdp_params):
-        if hasattr(one, "mp_policy"):
-            one.mp_policy = policy
+    for owner in (group, *group.fsdp_params):
+        if hasattr(owner, "mp_policy"):
+            owner.mp_policy = policy
 
 
 def fsdp_reduce_dtype(policy: Any, stored: torch.dtype) -> torch.dtype:

@@ -160,10 +160,10 @@ def choose(times: Sequence[SettingTime]) -> SettingTime:
     """
     ran = [timed for timed in times if timed.seconds is not None]
     if times[0].seconds is None:
-        return min(ran, key=lambda one: one.seconds or 0.0, default=times[0])
+        return min(ran, key=lambda timed: timed.seconds or 0.0, default=times[0])
     fastest = _fastest(ran)
     # 16 bits lose digits: they must be faster than what float32 and TF32 can do.
-    full = _fastest([one for one in ran if not _is_half(one)])
+    full = _fastest([timed for timed in ran if not _is_half(timed)])
     best = fastest if _gain(fastest) >= _USEFUL * _gain(full) else full
     return best if _gain(best) >= _USEFUL else times[0]
 
@@ -185,7 +185,7 @@ def _is_half(one: SettingTime) -> bool:
 def best_half(times: Sequence[SettingTime]) -> SettingTime | None:
     """Return the fastest 16-bit setting; None if none ran."""
     ran = [timed for timed in times if timed.gain and _is_half(timed)]
-    return max(ran, key=lambda one: one.gain or 0.0, default=None)
+    return max(ran, key=lambda timed: timed.gain or 0.0, default=None)
 
 
 def _preference(one: SettingTime) -> tuple[int, float, bool]:
@@ -209,7 +209,7 @@ def _saved(advice: Advice) -> str:
 def _memory_remark(advice: Advice) -> str:
     before = advice.baseline.memory
     smaller = [timed for timed in advice.times if timed.memory and before and _is_half(timed)]
-    least = min(smaller, key=lambda one: one.memory or 0, default=None)
+    least = min(smaller, key=lambda timed: timed.memory or 0, default=None)
     if least is None or not before or (least.memory or 0) > _SAVES * before:
         return ""
     return (

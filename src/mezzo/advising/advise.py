@@ -113,10 +113,10 @@ def _settings(device: torch.device, levels: Sequence[str]) -> Iterator[Setting]:
         yield Setting("O0", Precision.FLOAT32, captured=True)
         # Otherwise float32 computes its products in TF32 already.
         if torch.get_float32_matmul_precision() == "highest":
-            yield from (Setting("O0", Precision.TF32, captured=one) for one in captures)
+            yield from (Setting("O0", Precision.TF32, captured=captured) for captured in captures)
     for level in levels:
         for precision in precisions:
-            yield from (Setting(level, precision, captured=one) for one in captures)
+            yield from (Setting(level, precision, captured=captured) for captured in captures)
 
 
 class _Timer:
@@ -278,7 +278,7 @@ def _read(
 
 def _checked_levels(levels: Sequence[str]) -> tuple[str, ...]:
     chosen = (levels,) if isinstance(levels, str) else tuple(levels)
-    unknown = [one for one in chosen if one not in _LEVELS]
+    unknown = [level for level in chosen if level not in _LEVELS]
     if unknown:
         raise PolicyError(f"levels={unknown[0]!r}: choose from {', '.join(map(repr, _LEVELS))}.")
     return chosen

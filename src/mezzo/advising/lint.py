@@ -179,7 +179,7 @@ def _apply(subject: Subject, ignored: set[str]) -> LintFindings:
             skipped += names
         elif names:
             checked += names
-            findings += [one for one in rule.check(subject) if one.rule in names]
+            findings += [finding for finding in rule.check(subject) if finding.rule in names]
     return LintFindings(tuple(findings), tuple(checked), tuple(skipped))
 
 

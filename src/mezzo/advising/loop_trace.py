@@ -98,7 +98,7 @@ def _run(
 
 
 def _restored(loop: Loop) -> AbstractContextManager[None]:
-    others = [one for one in (loop.scaler, *loop.schedulers) if hasattr(one, "load_state_dict")]
+    others = [part for part in (loop.scaler, *loop.schedulers) if hasattr(part, "load_state_dict")]
     return rolled_back([loop.model], loop.optimizers, others)
 
 
@@ -131,7 +131,7 @@ def _steps_on_skip(loop: Loop) -> bool | None:
         stack.enter_context(_restored(loop))
         for scheduler in loop.schedulers:
             stack.enter_context(_wrapped(scheduler, "step", partial(_count, calls, "step")))
-        for parameter in {id(one): one for one in _trained(loop)}.values():
+        for parameter in {id(parameter): parameter for parameter in _trained(loop)}.values():
             stack.callback(parameter.register_hook(_make_infinite).remove)
         before = loop.scaler.get_scale()
         loop.step()

@@ -86,7 +86,7 @@ def padding_gain(device: torch.device) -> Callable[[Product, tuple[int, int, int
     """Return a function that times a product with its sizes and with padded ones."""
 
     def gain(product: Product, sizes: tuple[int, int, int]) -> float:
-        runs = [_repeated(product, one, device) for one in (product.sizes, sizes)]
+        runs = [_repeated(product, shape, device) for shape in (product.sizes, sizes)]
         before, after = interleaved_medians(runs, device, _ROUNDS)
         return before / after
 

@@ -75,7 +75,9 @@ class Rank:
 
     def gradients(self) -> int:
         """Return the bytes of the gradients or of their shards."""
-        return sum(self._shard_numel(one) * self._gradient(one).itemsize for one in self._trained)
+        return sum(
+            self._shard_numel(weight) * self._gradient(weight).itemsize for weight in self._trained
+        )
 
     def gradient_buffers(self) -> int:
         """Return the bytes of the buffers from which gradients are reduced."""
@@ -125,7 +127,9 @@ class Rank:
         if self.reshard_after_forward is False:
             return 0
         skips_root = self.reshard_after_forward is None
-        resharded = [one for one in self._weights if not (skips_root and one.group == ROOT)]
+        resharded = [
+            weight for weight in self._weights if not (skips_root and weight.group == ROOT)
+        ]
         return self._sent_to_shards(resharded, lambda weight: weight.gathered)
 
     def reduce_scatter(self) -> int:
@@ -137,7 +141,9 @@ class Rank:
         if self.strategy is Strategy.SINGLE:
             return 0
         replicas = self.ranks // self.shard_ranks
-        size = sum(self._shard_numel(one) * self._reduced(one).itemsize for one in self._trained)
+        size = sum(
+            self._shard_numel(weight) * self._reduced(weight).itemsize for weight in self._trained
+        )
         return -(-2 * (replicas - 1) * size // replicas)
 
     def broadcast(self) -> int:

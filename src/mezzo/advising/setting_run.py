@@ -120,7 +120,7 @@ def state_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            tensors += [one for one in state.values() if isinstance(one, Tensor)]
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -158,7 +158,7 @@ def channels_first(subject: Subject) -> Found:
         return
     if subject.layout_gain is not None and subject.layout_gain < _USEFUL:
         return
-    found = [one for one in _half(subject.products) if one.channels_first]
+    found = [product for product in _half(subject.products) if product.channels_first]
     if found:
         yield LintFinding(
             "channels-first",
@@ -180,7 +180,7 @@ def _costly(subject: Subject, to: int | None) -> Iterator[tuple[Product, str]]:
     for one in products:
         groups.setdefault((one.sizes, one.kernel, one.batch, one.groups), []).append(one)
     for same in groups.values():
-        if to is not None and sum(one.flops for one in same) >= _MIN_SHARE * total:
+        if to is not None and sum(other.flops for other in same) >= _MIN_SHARE * total:
             yield same[0], _places(same, subject)
 
 

@@ -170,7 +170,9 @@ def _hand_over(stack: _Stack, entered: Entered) -> None:
     del stack[index]
     _, enabled, changed, cached, mode, pushed, key, _ = entered
     stack[index][_CACHED] = cached
-    successor = next((one for one in stack[index:] if one[0].device == entered[0].device), None)
+    successor = next(
+        (inner for inner in stack[index:] if inner[0].device == entered[0].device), None
+    )
     if successor is not None:
         before = successor[_DTYPE_BEFORE] if changed is None else changed
         modes = [mode, pushed, key] if mode is not None else successor[_MODE : _KEY + 1]
@@ -247,7 +249,11 @@ def _another_dtype_elsewhere(dtype: torch.dtype) -> bool:
     since the thread returns to them.
     """
     others = [stack for stack in _stacks.values() if stack is not _thread.stack]
-    return any(one[0].enabled and one[-1] is not dtype for stack in others for one in list(stack))
+    return any(
+        entered[0].enabled and entered[-1] is not dtype
+        for stack in others
+        for entered in list(stack)
+    )
 
 
 @dataclass(slots=True)

@@ -108,8 +108,8 @@ def run_workloads(name: str | None, options: Options) -> Results:
         raise MezzoError("--data is for one workload: pass its name instead of all.")
     try:
         _avoid_trapped_instructions(options.device)
-        for one in names:
-            _run_into(results, one, options)
+        for workload_name in names:
+            _run_into(results, workload_name, options)
             if results.interrupted:
                 break
     except KeyboardInterrupt:
@@ -189,7 +189,7 @@ def _load(name: str, options: Options) -> Workload:
 def load_own(name: str) -> Workload:
     """Return the workload of a factory."""
     setup = load_setup(name)
-    unknown = next((one for one in setup if one not in _SETUP), None)
+    unknown = next((key for key in setup if key not in _SETUP), None)
     if unknown is not None:
         raise MezzoError(
             f"{name} returned a dictionary with {unknown!r}. {choices(_SETUP)}"
@@ -243,7 +243,7 @@ def print_results(results: Results, *, as_json: bool) -> None:
         for comparison in results.comparisons:
             _print_comparison(comparison)
     elif results.several:
-        print_json([one.to_json() for one in results.comparisons])
+        print_json([comparison.to_json() for comparison in results.comparisons])
     elif results.comparisons:
         print_json(results.comparisons[0].to_json())
 

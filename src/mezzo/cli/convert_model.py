@@ -129,7 +129,7 @@ def _write(converted: mezzo.Converted, output: Path) -> tuple[tuple[Path, ...], 
         return (output,), ()
     with warnings.catch_warnings(record=True, action="always") as caught:
         files = converted.export_onnx(output)
-    return files, tuple(str(one.message) for one in caught)
+    return files, tuple(str(warning.message) for warning in caught)
 
 
 def _dtype(converted: mezzo.Converted) -> str:

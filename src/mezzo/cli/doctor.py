@@ -92,9 +92,9 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         extras = [
-            {"name": one.name, "installed": not one.missing, "missing": list(one.missing)}
-            | {"install": one.install}
-            for one in self.machine.extras
+            {"name": extra.name, "installed": not extra.missing, "missing": list(extra.missing)}
+            | {"install": extra.install}
+            for extra in self.machine.extras
         ]
         return {
             **asdict(self.machine),
@@ -137,9 +137,11 @@ class Diagnosis:
     def _extras(self) -> Iterator[str]:
         if self.machine.extras:
             yield "\nExtras"
-        for one in self.machine.extras:
-            yield f"  {one.name:12} " + (
-                f"lacks {', '.join(one.missing)}: {one.install}" if one.missing else "installed"
+        for extra in self.machine.extras:
+            yield f"  {extra.name:12} " + (
+                f"lacks {', '.join(extra.missing)}: {extra.install}"
+                if extra.missing
+                else "installed"
             )
 
 
@@ -164,7 +166,9 @@ def diagnose(machine: Machine) -> Diagnosis:
 
 
 def _crashes(machine: Machine) -> Iterator[Note]:
-    cured = {one.dtype for one in machine.products_without_amx if one.seconds is not None}
+    cured = {
+        product.dtype for product in machine.products_without_amx if product.seconds is not None
+    }
     for product in machine.products:
         if product.seconds is not None:
             continue

@@ -131,7 +131,7 @@ def _extras(distributions: Iterable[metadata.Distribution]) -> tuple[Extra, ...]
                 packages.setdefault(match[2], []).append(match[1])
         break
     return tuple(
-        Extra(name, tuple(one for one in needed if not _is_installed(one)))
+        Extra(name, tuple(package for package in needed if not _is_installed(package)))
         for name, needed in packages.items()
         if name != _FOR_DEVELOPERS
     )

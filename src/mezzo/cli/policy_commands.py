@@ -132,9 +132,9 @@ def check(
     if as_json:
         print_json(found)
     else:
-        for one in found:
-            typer.echo(f"{one['file']}: {one['error'] or 'valid; ' + one['note']}")
-    raise typer.Exit(0 if all(one["valid"] for one in found) else FOUND)
+        for checked in found:
+            typer.echo(f"{checked['file']}: {checked['error'] or 'valid; ' + checked['note']}")
+    raise typer.Exit(0 if all(result["valid"] for result in found) else FOUND)
 
 
 def _check(file: Path, device: str | None) -> dict[str, Any]:

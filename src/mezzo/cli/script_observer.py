@@ -195,7 +195,7 @@ class ScriptObserver:
         ]
         if not optimizers or torch.compiler.is_compiling():
             return
-        scaler = next((one for one in self._scalers.values() if one.is_enabled()), None)
+        scaler = next((scaler for scaler in self._scalers.values() if scaler.is_enabled()), None)
         with self._unless_it_fails():
             self._observe_loop(module, optimizers, scaler)
 
@@ -209,7 +209,7 @@ class ScriptObserver:
             return
         self._stepped.add(optimizer)
         attachment = None if self.run is None else self.run._attachment
-        if attachment is None or not any(one is optimizer for one in attachment.optimizers):
+        if attachment is None or not any(other is optimizer for other in attachment.optimizers):
             count = len(parameters(optimizer))
             self._others.append(f"{type(optimizer).__name__} ({count} parameters)")
 

@@ -115,7 +115,7 @@ def curve(losses: Sequence[float], epoch_steps: int | None) -> tuple[float, ...]
     count = len(losses)
     if epoch_steps is None:
         points = min(_POINTS, count)
-        ends = [count * one // points for one in range(points + 1)]
+        ends = [count * point // points for point in range(points + 1)]
     else:
         ends = [*range(0, count, epoch_steps), count]
     return tuple(fmean(losses[a:b]) for a, b in pairwise(ends))
@@ -187,7 +187,7 @@ def convert_trained(
         # The conversion needs more memory than the program that it makes.
         peak = Peak(setting.device)
         converted(*args, **kwargs)
-    stored = sum(one.nbytes for one in converted.module.state_dict().values())
+    stored = sum(tensor.nbytes for tensor in converted.module.state_dict().values())
     result = ModeResult(
         Mode.CONVERTED.value,
         dtype_name(setting.dtype),

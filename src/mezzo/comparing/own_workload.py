@@ -91,7 +91,7 @@ def _own_loss(outputs: Any) -> Tensor:
         floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
         if not floating:
             raise
-        return torch.stack([one.float().square().mean() for one in floating]).sum()
+        return torch.stack([output.float().square().mean() for output in floating]).sum()
 
 
 def _copier(model: nn.Module, optimizer: Optimizer | None) -> Callable[[nn.Module], Optimizer]:

@@ -59,10 +59,10 @@ def read_results(path: Path) -> tuple[Comparison, ...]:
 def others(comparison: Comparison, stored: tuple[Comparison, ...]) -> list[Comparison]:
     """Return the stored results of the same workload, those of this machine left out."""
     return [
-        one
-        for one in stored
-        if one.workload == comparison.workload
-        and (one.machine, one.preset) != (comparison.machine, comparison.preset)
+        result
+        for result in stored
+        if result.workload == comparison.workload
+        and (result.machine, result.preset) != (comparison.machine, comparison.preset)
     ]
 
 

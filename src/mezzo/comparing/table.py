@@ -47,12 +47,12 @@ def documented_table(comparisons: Sequence[Comparison]) -> Table:
         ("document", "mode", "document: × float32", *map(machine_name, comparisons)),
         [
             (
-                one.source,
-                one.mode,
-                _times(one.speedup),
-                *(_speedup(one.mode, result) for result in comparisons),
+                document.source,
+                document.mode,
+                _times(document.speedup),
+                *(_speedup(document.mode, result) for result in comparisons),
             )
-            for one in documented
+            for document in documented
         ],
     )
 

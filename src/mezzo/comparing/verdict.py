@@ -52,9 +52,9 @@ def judge(comparison: Comparison) -> Verdict:
     others = [
         mode for mode in comparison.modes if mode.mode not in {comparison.baseline, INFERENCE}
     ]
-    timed = sorted((one for one in others if one.milliseconds), key=_time)
-    good, best = [one for one in timed if trains_as_well(one, base)], fastest_mode(comparison)
-    bad = [one for one in others if one.loss is not None and not trains_as_well(one, base)]
+    timed = sorted((mode for mode in others if mode.milliseconds), key=_time)
+    good, best = [mode for mode in timed if trains_as_well(mode, base)], fastest_mode(comparison)
+    bad = [mode for mode in others if mode.loss is not None and not trains_as_well(mode, base)]
     tail = (*_differences(bad, base), *_interrupted(comparison))
     if best is not None and best is not base:
         facts = (*_memory(best, base), *_training(best, base, comparison.steps), *tail)
@@ -72,7 +72,7 @@ def _judge_programs(comparison: Comparison, base: ModeResult) -> Verdict:
     if best is base:
         return Verdict(Status.WATCH, f"{base.mode} is the fastest program.", ())
     reported = [document for document in comparison.documented if document.mode == best.mode]
-    beside = "".join(f"; {one.source}: {one.speedup:g}" for one in reported[:1])
+    beside = "".join(f"; {document.source}: {document.speedup:g}" for document in reported[:1])
     return Verdict(
         Status.GOOD,
         f"{_name(best)} is the fastest program: {_time(base) / _time(best):.1f} times as fast as"

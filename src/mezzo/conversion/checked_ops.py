@@ -35,10 +35,10 @@ def with_checks(exported: ExportedProgram) -> ExportedProgram:
         return exported
     checked = copy.copy(exported)
     checked._graph_module = copied_graph(exported.graph_module)
-    for one in _graphs(checked.graph_module):
-        for node in one.graph.nodes:
+    for graph_module in _graphs(checked.graph_module):
+        for node in graph_module.graph.nodes:
             node.target = CHECKED.get(node.target, node.target)
-        one.recompile()
+        graph_module.recompile()
     return checked
 
 
@@ -54,7 +54,7 @@ def lstm(
     batch_first: bool,
 ) -> Any:
     """Call `aten::lstm.input` if its weights and states fit its input."""
-    states = [tuple(one.shape) for one in hx]
+    states = [tuple(state.shape) for state in hx]
     if (
         input.dim() != _DIMENSIONS
         or [len(state) for state in states] != [_DIMENSIONS, _DIMENSIONS]
@@ -82,7 +82,7 @@ def lstm(
     # The kernel ignores strides.
     input, hx, params = (
         input.contiguous(),
-        [one.contiguous() for one in hx],
+        [state.contiguous() for state in hx],
         [parameter.contiguous() for parameter in params],
     )
     return _aten.lstm.input(
@@ -162,7 +162,7 @@ def _division(op: Any) -> Callable[..., Any]:
         """
         # torch.result_type, which torch.compile does not support: tensors without dimensions count
         # only if all are.
-        tensors = [one for one in (self, other) if isinstance(one, torch.Tensor)]
+        tensors = [operand for operand in (self, other) if isinstance(operand, torch.Tensor)]
         dtype = reduce(
             torch.promote_types,
             [one.dtype for one in [tensor for tensor in tensors if tensor.dim()] or tensors],
@@ -201,7 +201,7 @@ CHECKED: Mapping[Any, Callable[..., Any]] = {
 
 
 def _graphs(module: torch.nn.Module) -> list[GraphModule]:
-    return [one for one in module.modules() if isinstance(one, GraphModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]
 
 
 def _size_error(op: str, tensors: Sequence[torch.Tensor]) -> CheckpointError:

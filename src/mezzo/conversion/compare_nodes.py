@@ -210,7 +210,7 @@ class _NodeRunner:
         self._interpreter.env = {}
         # Weights can be large and are not copied: an inference graph only reads them.
         copies = _with_cloned_tensors(
-            [None if isinstance(one, nn.Parameter) else one for one in flat]
+            [None if isinstance(value, nn.Parameter) else value for value in flat]
         )
         self._interpreter.args_iter = iter(
             [one if copy is None else copy for one, copy in zip(flat, copies, strict=True)]
@@ -248,7 +248,7 @@ def _computes(node: Node) -> bool:
         return _computes(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
-    alias = [one.alias_info for one in node.target._schema.returns]
+    alias = [returned.alias_info for returned in node.target._schema.returns]
     return not alias or alias[0] is None or alias[0].is_write
 
 

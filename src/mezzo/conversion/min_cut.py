@@ -58,15 +58,15 @@ def minimum_cut(values: Sequence[Value], fixed: Mapping[Hashable, bool]) -> dict
     """
     arcs = [arc for number, value in enumerate(values) for arc in _arcs(value, number, fixed)]
     free = {
-        one: None
+        node: None
         for value in values
-        for one in (value.producer, *value.readers, *value.promoting)
-        if one not in fixed
+        for node in (value.producer, *value.readers, *value.promoting)
+        if node not in fixed
     }
     chosen: dict[Hashable, bool] = {}
     for members, inside in _components(free, arcs):
         chosen |= _solve(members, inside)
-    return {one: chosen[one] for one in free}
+    return {node: chosen[node] for node in free}
 
 
 # From values to arcs
@@ -156,8 +156,8 @@ def _components(
         if tail not in (_SOURCE, _SINK) and head not in (_SOURCE, _SINK):
             leader[find(tail)] = find(head)
     parts: dict[Hashable, tuple[list[Hashable], list[_Arc]]] = {}
-    for one in free:
-        parts.setdefault(find(one), ([], []))[0].append(one)
+    for node in free:
+        parts.setdefault(find(node), ([], []))[0].append(node)
     for arc in arcs:
         inner = arc[0] if arc[0] not in (_SOURCE, _SINK) else arc[1]
         parts.setdefault(find(inner), ([], []))[1].append(arc)

@@ -209,11 +209,11 @@ def reads(node: Node) -> list[Read]:
     """Return the floating-point tensors whose values a node reads."""
     shape_only = SHAPE_ARGUMENTS.get(aten_name(node), ())
     return [
-        Read(name, one)
+        Read(name, source)
         for name, value in named_arguments(node)
         if name not in shape_only
-        for one in nodes_in(value)
-        if float_values(one)
+        for source in nodes_in(value)
+        if float_values(source)
     ]
 
 
@@ -353,7 +353,10 @@ def mutated_inputs(node: Node) -> list[Node]:
         if arguments.get("training", arguments.get("use_input_stats")):
             mutated |= _STATISTICS
     return [
-        one for name, value in named_arguments(node) if name in mutated for one in nodes_in(value)
+        source
+        for name, value in named_arguments(node)
+        if name in mutated
+        for source in nodes_in(value)
     ]
 
 
@@ -365,11 +368,14 @@ def _aliased_inputs(node: Node) -> list[Node]:
     schema = node.target._schema
     if aten_name(node) in _ALIASING:
         return list(nodes_in(node.args[0]))
-    if not any(one.alias_info is not None for one in schema.returns):
+    if not any(returned.alias_info is not None for returned in schema.returns):
         return []
     aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
     return [
-        one for name, value in named_arguments(node) if name in aliased for one in nodes_in(value)
+        source
+        for name, value in named_arguments(node)
+        if name in aliased
+        for source in nodes_in(value)
     ]
 
 

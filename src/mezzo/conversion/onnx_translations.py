@@ -65,7 +65,9 @@ def instance_norm(
             _wide(input), op.Constant(value_ints=[*range(2, len(input.shape))])
         )
     else:
-        mean, variance = (op.Reshape(one, _channels(input)) for one in (running_mean, running_var))
+        mean, variance = (
+            op.Reshape(statistic, _channels(input)) for statistic in (running_mean, running_var)
+        )
     return _normalized(input, mean, variance, weight, bias, eps)
 
 

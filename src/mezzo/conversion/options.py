@@ -89,7 +89,8 @@ class ConvertOptions:
             "half": sorted(self.half),
             "full": sorted(self.full),
             "conditional": [
-                [one.op, one.argument, list(one.values), one.reason] for one in self.conditional
+                [condition.op, condition.argument, list(condition.values), condition.reason]
+                for condition in self.conditional
             ],
             "exclude": list(self.exclude),
             "cast_params": self.cast_params,
@@ -158,7 +159,7 @@ def check_options(options: ConvertOptions, nodes: Iterable[Node], names: Collect
     for field, wanted in (
         ("half", options.half),
         ("full", options.full),
-        ("conditional", frozenset(one.op for one in options.conditional)),
+        ("conditional", frozenset(condition.op for condition in options.conditional)),
     ):
         for name in sorted(wanted - ops):
             raise PolicyError(
@@ -167,7 +168,7 @@ def check_options(options: ConvertOptions, nodes: Iterable[Node], names: Collect
             )
     modules = {path for node in listed for path in module_paths(node)}
     for pattern in options.exclude:
-        if not any(_matches(pattern, one) for one in (*names, *modules)):
+        if not any(_matches(pattern, name) for name in (*names, *modules)):
             raise PolicyError(
                 f"exclude= has {pattern!r}, which matches no node and no module of the"
                 f" graph.{nearest(pattern, (*modules, *names))} `print(converted.plan)` shows both;"

@@ -54,7 +54,7 @@ def convert_model(
     checked = read_options(policy, _device_type(module, calls), **options)
     exported = [export(module, *call, dynamic_shapes) for call in calls]
     pool, modules = WeightPool(), dict(module.named_modules(remove_duplicate=False))
-    programs = tuple(convert_program(one, checked, modules, pool) for one in exported)
+    programs = tuple(convert_program(program, checked, modules, pool) for program in exported)
     converted = Converted(ConvertedPrograms(programs, checked.to_dict(), tuple(exported)))
     if _events.listening():
         _emit_event(module, checked, converted, time.perf_counter() - begin)
@@ -293,7 +293,14 @@ def _update_example_dtypes(
     for node, dtype in dtypes.items():
         if planned.assignment.roles[node] is not Role.FIXED:
             before = dtypes_of(node.meta["val"])
-            set_dtypes(node, [dtype if one is torch.float32 else one for one in before], mode)
+            set_dtypes(
+                node,
+                [
+                    dtype if dtype_before is torch.float32 else dtype_before
+                    for dtype_before in before
+                ],
+                mode,
+            )
 
 
 # The converted program

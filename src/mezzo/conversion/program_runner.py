@@ -94,7 +94,8 @@ def _flatten_recurrent_weights(exported: ExportedProgram) -> None:
     for node in exported.graph.nodes:
         if aten_name(node) in RECURRENT:
             weights: list[Any] = [
-                tensors.get(one.name) for one in nodes_in(dict(named_arguments(node))["params"])
+                tensors.get(weight.name)
+                for weight in nodes_in(dict(named_arguments(node))["params"])
             ]
             if weights and _can_flatten(weights):
                 with torch.cuda.device_of(weights[0]), torch.no_grad():

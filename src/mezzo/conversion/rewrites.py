@@ -119,7 +119,7 @@ def _constant_values(exported: ExportedProgram, module: GraphModule) -> dict[Nod
             node not in mutated
             and _is_pure(node)
             and (node.all_input_nodes or aten_name(node) in _SOURCES)
-            and all(one in known for one in node.all_input_nodes)
+            and all(source in known for source in node.all_input_nodes)
         ):
             with torch.no_grad():
                 args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
@@ -161,7 +161,7 @@ def _worth_storing(known: Mapping[Node, Any]) -> list[Node]:
     # Several values may be slices of one weight, as the parts of a joint projection are: their
     # sizes are added.
     largest = {
-        node: max(weights, key=lambda one: int(known[one].nbytes))
+        node: max(weights, key=lambda weight: int(known[weight].nbytes))
         for node, (weights, _) in sources.items()
         if weights
     }
@@ -175,7 +175,7 @@ def _worth_storing(known: Mapping[Node, Any]) -> list[Node]:
             user in known for user in weight.users
         )
         if replaces_weight or (
-            computed and known[node].numel() <= sum(known[one].numel() for one in weights)
+            computed and known[node].numel() <= sum(known[weight].numel() for weight in weights)
         ):
             found.append(node)
     return found
@@ -203,7 +203,9 @@ def _source_weights(node: Node) -> tuple[set[Node], bool]:
 
 def _replace_by_placeholder(module: GraphModule, node: Node, after: str | None) -> str:
     """Replace a node by a new placeholder, and return its name."""
-    placeholders = {one.name: one for one in module.graph.find_nodes(op="placeholder")}
+    placeholders = {
+        placeholder.name: placeholder for placeholder in module.graph.find_nodes(op="placeholder")
+    }
     insertion_point = (
         module.graph.inserting_after(placeholders[after])
         if after in placeholders
@@ -332,11 +334,11 @@ def _store_in_float16(
 
 def _cast_results(module: GraphModule, node: Node) -> None:
     mode = fake_mode(module)
-    for one in (node, *node.users):
-        before = dtypes_of(one.meta["val"])
+    for result in (node, *node.users):
+        before = dtypes_of(result.meta["val"])
         dtypes = [torch.float16 if dtype is torch.float32 else dtype for dtype in before]
-        set_dtypes(one, dtypes, mode)
-    for element in [one for one in node.users if one.users]:
+        set_dtypes(result, dtypes, mode)
+    for element in [user for user in node.users if user.users]:
         wide = _cast(module, element, torch.float32, element.next)
         element.replace_all_uses_with(wide, lambda user, wide=wide: user is not wide)  # type: ignore[misc]
     node.meta[REWRITTEN] = Rewritten(aten_name(node), _REASON)

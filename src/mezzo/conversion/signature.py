@@ -104,7 +104,7 @@ def input_signature(exported: ExportedProgram) -> InputSignature:
         _tensor_input(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs
     )
     args, kwargs = pytree.tree_unflatten(range(len(tensors)), exported.call_spec.in_spec)
-    has_mapping = any(_has_mapping(one) for one in (*args, *kwargs.values()))
+    has_mapping = any(_has_mapping(value) for value in (*args, *kwargs.values()))
     structure = exported.call_spec.in_spec if has_mapping else None
     return InputSignature(tensors, tuple(kwargs), structure)
 

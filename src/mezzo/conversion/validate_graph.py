@@ -198,7 +198,9 @@ def _validate(value: Any, kind: Any, field: str, rules: Mapping[str, Rule]) -> A
     if origin in {typing.Union, types.UnionType}:
         return None if value is None else _validate(value, arguments[0], field, rules)
     if origin is list:
-        return [_validate(one, arguments[0], field, rules) for one in _typed(value, list, field)]
+        return [
+            _validate(entry, arguments[0], field, rules) for entry in _typed(value, list, field)
+        ]
     if origin is dict:
         return {
             _text(name, f"{field}[]", rules): _validate(one, arguments[1], field, rules)

@@ -197,8 +197,12 @@ class _MezzoAccelerator:
         """Unscale gradients of some optimizers, or of all that have any."""
         target: Any = self
         chosen = target._optimizers if optimizer is None else optimizer
-        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
-            plain = one.optimizer if isinstance(one, _optimizer.AcceleratedOptimizer) else one
+        for chosen_optimizer in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            plain = (
+                chosen_optimizer.optimizer
+                if isinstance(chosen_optimizer, _optimizer.AcceleratedOptimizer)
+                else chosen_optimizer
+            )
             if any(parameter.grad is not None for parameter in parameters(plain)):
                 self._mezzo.unscale_(plain)
 
@@ -261,7 +265,7 @@ def _refuse_plain(optimizers: list[Optimizer]) -> None:
 
 def _owners(models: list[nn.Module], optimizers: list[Optimizer]) -> list[nn.Module]:
     """Return the models that have a parameter in one of the optimizers."""
-    trained = {id(one) for optimizer in optimizers for one in parameters(optimizer)}
+    trained = {id(parameter) for optimizer in optimizers for parameter in parameters(optimizer)}
     return [
         model
         for model in models

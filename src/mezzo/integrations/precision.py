@@ -113,7 +113,7 @@ class Precision:
             self._decorated.append(list(models))
         decoration = decoration_of(models[0])
         both = all_decorated(models, optimizers)
-        if decoration is None or any(decoration_of(one) is not decoration for one in both):
+        if decoration is None or any(decoration_of(owner) is not decoration for owner in both):
             raise PolicyError(
                 "The model is decorated already, but not with these optimizers. Decorate both in"
                 " one call, or call mezzo.undecorate(model) first."

@@ -286,7 +286,9 @@ class _Recorder:
             by_device.setdefault(record.calls.device, []).append(record)
         found: list[tuple[int, NonFiniteOp]] = []
         for same in by_device.values():
-            values = torch.stack([one for record in same for one in (record.calls, record.first)])
+            values = torch.stack(
+                [tensor for record in same for tensor in (record.calls, record.first)]
+            )
             calls_and_first = values.reshape(-1, 2).tolist()
             for record, (calls, first) in zip(same, calls_and_first, strict=True):
                 if calls:

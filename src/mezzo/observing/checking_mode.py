@@ -82,9 +82,9 @@ class CheckedOp(NamedTuple):
         Minus infinity masks logits, and tensors without dimensions are constants.
         """
         found = [
-            one.isnan().any() | one.isposinf().any()
-            for one in self.unknown
-            if one.device == self.unknown[0].device
+            tensor.isnan().any() | tensor.isposinf().any()
+            for tensor in self.unknown
+            if tensor.device == self.unknown[0].device
         ]
         return torch.stack(found).any() if found else None
 
@@ -141,7 +141,7 @@ class CheckingMode(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs = _checkable(leaves_of((result,)))
         outputs = outputs or (inputs if writes else [])
-        self._known.update(one.untyped_storage() for one in (*inputs, *outputs))
+        self._known.update(tensor.untyped_storage() for tensor in (*inputs, *outputs))
         if aten.startswith("_scaled_dot_product_") and not place.backward:
             # The logarithms of sums beside it are minus infinity in masked rows.
             outputs = outputs[:1]

@@ -106,15 +106,18 @@ def compare_runs(log_a: Log, log_b: Log) -> RunDifference:
     records: list[list[Mapping[str, Any]]] = [
         list(read_log(log) if isinstance(log, str | os.PathLike) else log) for log in (log_a, log_b)
     ]
-    values = [{one.get("step"): one for one in of if one.get("kind") == KIND} for of in records]
-    if not all(values) and not all(any("loss" in one for one in of) for of in records):
+    values = [
+        {record.get("step"): record for record in of if record.get("kind") == KIND}
+        for of in records
+    ]
+    if not all(values) and not all(any("loss" in record for record in of) for of in records):
         raise PolicyError(
             "There is nothing to compare: a log has neither values nor losses. Write values with"
             " mezzo.record_values(log, step, batch)."
         )
     loss_step, losses = _first_loss(*records)
     found = RunDifference()
-    for step in [one for one in values[0] if one in values[1]]:
+    for step in [key for key in values[0] if key in values[1]]:
         one, other = (_fingerprints(of[step]) for of in values)
         found = _compare_values(one, other, step)
         if found:

@@ -62,8 +62,8 @@ class LogWriter:
     def write_steps(self, steps: list[Line]) -> None:
         """Write records of steps, passed as their fields."""
         due = [step for step in steps if step["skipped"] or self._is_step_due(step["step"])]
-        lines = _dumps([{"kind": StepRecord.kind, **one} for one in due])
-        optional = [not one["skipped"] for one in due]
+        lines = _dumps([{"kind": StepRecord.kind, **step} for step in due])
+        optional = [not step["skipped"] for step in due]
         self._write_lines(zip(lines, optional, strict=True))
 
     def step_interval(self, step: int, together: int = 1) -> int:
@@ -170,7 +170,7 @@ def read_log(path: str | os.PathLike[str]) -> list[Line]:
     """
     path = Path(path)
     if path.is_dir():
-        logs = [repr(one.name) for one in sorted(path.glob("*.jsonl"))]
+        logs = [repr(log.name) for log in sorted(path.glob("*.jsonl"))]
         raise MezzoError(
             f"{str(path)!r} is a folder, not a log. It holds"
             f" {', '.join(logs[:5]) or 'no .jsonl file'}. Pass the path that was passed as log= or"

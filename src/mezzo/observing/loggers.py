@@ -72,12 +72,12 @@ def check_loggers(loggers: Any) -> tuple[Logger, ...]:
     """Return the loggers of a run, passed as one or several; raise `PolicyError` for others."""
     is_single = isinstance(loggers, Logger | str) or not isinstance(loggers, Sequence)
     checked = (loggers,) if is_single else tuple(loggers)
-    for one in checked:
-        missing = [name for name in _methods() if not callable(getattr(one, name, None))]
-        if missing or isinstance(one, type):
-            lacks = "is a class" if isinstance(one, type) else f"has no {missing[0]}()"
+    for logger in checked:
+        missing = [name for name in _methods() if not callable(getattr(logger, name, None))]
+        if missing or isinstance(logger, type):
+            lacks = "is a class" if isinstance(logger, type) else f"has no {missing[0]}()"
             raise PolicyError(
-                f"loggers={one!r} {lacks}. Pass loggers such as mezzo.CSVLogger('run.csv'), or"
+                f"loggers={logger!r} {lacks}. Pass loggers such as mezzo.CSVLogger('run.csv'), or"
                 f" objects with the methods {', '.join(_methods())} of mezzo.Logger."
             )
     return checked
@@ -122,7 +122,7 @@ class LoggerWriter:
         if step is None:
             return
         if scalars := dict(_scalars(line)):
-            self._call(lambda one: one.log_scalars(step, scalars))
+            self._call(lambda logger: logger.log_scalars(step, scalars))
         for name, text in self._texts(line):
             self.write_text(step, name, text)
         for name, counts in _histograms(line):
@@ -130,11 +130,11 @@ class LoggerWriter:
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Write a text."""
-        self._call(lambda one: one.log_text(step, name, text))
+        self._call(lambda logger: logger.log_text(step, name, text))
 
     def close(self) -> None:
         """Close the loggers."""
-        self._call(lambda one: one.close())
+        self._call(lambda logger: logger.close())
 
     def _write_histogram(self, step: int, name: str, counts: Mapping[int, int]) -> None:
         def write(one: Logger) -> None:

@@ -102,7 +102,7 @@ def standing_in(
         for pair in zip(model.modules(), copy.modules(), strict=True)
     ]
     contents = [(vars(one), dict(vars(one))) for one, _ in pairs]
-    contents += [(vars(one), dict(vars(one))) for one in wrappers]
+    contents += [(vars(wrapper), dict(vars(wrapper))) for wrapper in wrappers]
     try:
         for module, copy in pairs:
             vars(module).clear()

@@ -201,12 +201,12 @@ class NumericsCollector:
                 else None
                 for name, one in zip(weights.parameters, before, strict=True)
             ]
-            if all(one is None for one in known):
+            if all(gradient is None for gradient in known):
                 continue
             stored, values = _sampled_values(weights.parameters, weights.masters)
             update = Update(
                 list(weights.parameters.values()),
-                [one.numel() for one in before],
+                [vector.numel() for vector in before],
                 torch.cat(
                     [
                         torch.zeros_like(one) if gradient is None else gradient
@@ -254,7 +254,7 @@ class _PendingStep(NamedTuple):
         stats: dict[str, dict[str, TensorStats]] = {}
         for (which, name), one in self.stats.read().items():
             stats.setdefault(which, {})[name] = one
-        if all(one.zero == one.sampled for one in stats.get("updates", {}).values()):
+        if all(update.zero == update.sampled for update in stats.get("updates", {}).values()):
             # The update was skipped, or the call did not update.
             stats.pop("updates", None)
         return self.step, {**stats}

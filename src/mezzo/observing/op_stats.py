@@ -269,7 +269,7 @@ class _CountingMode(TorchDispatchMode):
         if not outputs:
             return None
         # A norm returns its output before its float32 statistics.
-        first = next((one for one in outputs if one.is_floating_point()), outputs[0])
+        first = next((output for output in outputs if output.is_floating_point()), outputs[0])
         key = _Key(module, op, dtype_name(first.dtype))
         counts = self._counts.get(key)
         if counts is None:

@@ -59,7 +59,7 @@ class Fingerprint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON has: infinities and NaN as strings."""
-        fields = vars(self) | {"sample": [_plain(one) for one in self.sample]}
+        fields = vars(self) | {"sample": [_plain(number) for number in self.sample]}
         return {
             name: _plain(value) if isinstance(value, float) else value
             for name, value in fields.items()
@@ -84,9 +84,9 @@ class ValueRecorder(Pausable, FunctionPlaces):
         super().__init__(modules, caller)
         self.values: list[Fingerprint] = []
         self._calls: Counter[tuple[str, str]] = Counter()
-        for one in named:
-            if one.kind is Kind.PARAMETERS and one.tensor.requires_grad:
-                self._watch(one.tensor, ("parameter", one.name, 0, ""))
+        for named_tensor in named:
+            if named_tensor.kind is Kind.PARAMETERS and named_tensor.tensor.requires_grad:
+                self._watch(named_tensor.tensor, ("parameter", named_tensor.name, 0, ""))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

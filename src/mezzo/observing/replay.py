@@ -344,7 +344,10 @@ class _Backward:
                 one.grad = gradient
             for leaf in self._outside:
                 leaf.grad = None
-        values = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+        values = [
+            gradient.coalesce().values() if gradient.is_sparse else gradient
+            for gradient in gradients
+        ]
         return all(bool(value.isfinite().all()) for value in values)
 
     def _set_gradients_aside(self, loss: Tensor) -> None:

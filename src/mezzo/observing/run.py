@@ -276,7 +276,9 @@ class Run:
 
     def _take_samples(self) -> None:
         began = time.perf_counter()
-        records = [one for collector in self.collectors for one in collector.take(self._time())]
+        records = [
+            record for collector in self.collectors for record in collector.take(self._time())
+        ]
         if records:
             self._write(records)
             self._sample_interval.spend(time.perf_counter() - began)
@@ -445,6 +447,9 @@ def _worst_gradients(gradients: dict[str, Counts]) -> list[str]:
     known = {name: one for name, one in gradients.items() if one.total}
     if not known:
         return []
-    name = max(known, key=lambda one: known[one].underflowed / known[one].total)
+    name = max(
+        known,
+        key=lambda gradient_name: known[gradient_name].underflowed / known[gradient_name].total,
+    )
     share = known[name].underflowed / known[name].total
     return [f"gradients: {total} values overflowed; most underflow: {name} ({share:.2%})"]

@@ -79,7 +79,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
         self._observe = observe
         """Called with every result; then nothing ends the run."""
         listed = list(named)
-        self._named = {_storage(one.tensor): one for one in listed}
+        self._named = {_storage(named.tensor): named for named in listed}
         self._order = {one.name: index - len(listed) for index, one in enumerate(listed)}
         self._shadows: dict[Any, Shadow] = {}
         self._kept: list[Tensor] = []
@@ -236,9 +236,9 @@ class ShadowMode(Pausable, TorchDispatchMode):
 
     def _origin(self, call: _Call, result: Tensor, exact: Tensor) -> Finding | None:
         """Return what made an exact result non-finite; None if it is a mask."""
-        before = [one.origin for one in call.read if one.origin is not None]
+        before = [shadow.origin for shadow in call.read if shadow.origin is not None]
         if before:
-            return min(before, key=lambda one: one.number)
+            return min(before, key=lambda op: op.number)
         # Nothing masks gradients with infinities.
         in_forward = current_autograd_node() is None
         is_given = in_forward and (call.has_infinite_number or call.reads_infinity)
@@ -275,7 +275,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
                 found.append(shadow.origin or Finding(Kind.NONFINITE, Place(""), result.dtype))
             elif shadow.flushed is not None and shadow.error >= _FLUSHED:
                 found.append(shadow.flushed)
-        return min(found, key=lambda one: one.number, default=None)
+        return min(found, key=lambda op: op.number, default=None)
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class _Call:
 
         A batch that failed has made the running statistics of norms NaN: training only writes them.
         """
-        unread = {id(one) for one in _unread_statistics(self)}
+        unread = {id(statistic) for statistic in _unread_statistics(self)}
         pairs = zip(self.leaves, self.inputs, strict=True)
         return [shadow for leaf, shadow in pairs if id(leaf) not in unread]
 

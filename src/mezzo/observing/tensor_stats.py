@@ -244,7 +244,7 @@ def compute_stats(
     )
     rows = [tensors[place] for place in order]
     blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
-    widths = [max(1, *(one.values.numel() for one in block)) for block in blocks]
+    widths = [max(1, *(sample.values.numel() for sample in block)) for block in blocks]
     return PendingStats(
         tuple(name for name, _ in samples),
         tuple((tensor.numel, tensor.values.numel(), tensor.dtype) for tensor in tensors),
@@ -256,7 +256,7 @@ def compute_stats(
 
 def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
     """Return a row for each sample: the numbers that `_stats` reads, then the histogram."""
-    values = _padded([one.values for one in samples], width)
+    values = _padded([sample.values for sample in samples], width)
     device, size = values.device, len(samples) * _BINS
     known = values.nan_to_num(0.0, 0.0, 0.0)
     finite = known == values
@@ -283,12 +283,12 @@ def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
 
 def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     """Return a row for each vector. Empty places are NaN, and subtracted from those counted."""
-    wide, blocks = _wide(one.dtype for one in parts), []
-    for dtype, run in groupby(parts, lambda one: one.dtype):
+    wide, blocks = _wide(part.dtype for part in parts), []
+    for dtype, run in groupby(parts, lambda part: part.dtype):
         padding = torch.full((width,), torch.nan, dtype=dtype, device=parts[0].device)
         # Cached: most parts have one of a few sizes.
         rest = cache(lambda size, padding=padding: padding[size:])
-        blocks.append(torch.cat([one for part in run for one in (part, rest(len(part)))]))
+        blocks.append(torch.cat([piece for part in run for piece in (part, rest(len(part)))]))
     flat = (
         blocks[0].to(wide) if len(blocks) == 1 else torch.cat([block.to(wide) for block in blocks])
     )
@@ -297,16 +297,16 @@ def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
 
 def _largest_column(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
     columns = []
-    for dtype, run in groupby(samples, lambda one: one.values.dtype):
+    for dtype, run in groupby(samples, lambda sample: sample.values.dtype):
         none = torch.full((), _UNKNOWN, dtype=dtype, device=device)
-        largest = [none if one.largest is None else one.largest for one in run]
+        largest = [none if sample.largest is None else sample.largest for sample in run]
         columns.append(torch.stack(largest).double())
     return torch.cat(columns)[:, None]
 
 
 def _lost(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
     none = torch.full((4,), -1, dtype=torch.int64, device=device)
-    return torch.stack([none if one.lost is None else one.lost for one in samples])
+    return torch.stack([none if sample.lost is None else sample.lost for sample in samples])
 
 
 def _stats(

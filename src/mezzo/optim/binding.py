@@ -339,7 +339,9 @@ class OptimizerBinding:
             self._norm = clip_over(mesh, swapped, self.clip_norm, checked)
             return
         temporaries = [temporary for _, temporary in swapped if temporary.grad is not None]
-        gradients = [_values(one.grad) for one in temporaries if one.grad is not None]
+        gradients = [
+            _values(temporary.grad) for temporary in temporaries if temporary.grad is not None
+        ]
         self._norm = torch.nn.utils.get_total_norm(gradients)
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(temporaries, self.clip_norm, self._norm)

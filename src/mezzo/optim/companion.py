@@ -20,7 +20,9 @@ MASTER = "mezzo_master"
 """The key of a companion tensor in a parameter's state, in every format."""
 
 _SAMPLE_KEYS = {
-    f"mezzo_{one.master.value}_sample": one for one in MASTER_FORMATS.values() if one.sampled
+    f"mezzo_{master_format.master.value}_sample": master_format
+    for master_format in MASTER_FORMATS.values()
+    if master_format.sampled
 }
 """Key of a sample in a parameter's state → format. The key tells the format because the dtype may
 not: torch casts state to the parameter's dtype when a plain optimizer loads it."""

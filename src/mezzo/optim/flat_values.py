@@ -105,7 +105,7 @@ class FlatValues:
 
     def _write_samples(self, skipped: torch.Tensor | None) -> None:
         samples = (
-            [one for one in map(self._masters.sample, self._parameters) if one is not None]
+            [sample for sample in map(self._masters.sample, self._parameters) if sample is not None]
             if self._companions
             else []
         )
@@ -132,7 +132,7 @@ class SavedTensors:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         is_small = [tensor.numel() < _SMALL and is_dense(tensor) for tensor in tensors]
         self._large = [one for one, small in zip(tensors, is_small, strict=True) if not small]
-        self._copies = [torch.empty_like(one) for one in self._large]
+        self._copies = [torch.empty_like(tensor) for tensor in self._large]
         if self._large:
             foreach_copy_(self._copies, self._large)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

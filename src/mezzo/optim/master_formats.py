@@ -222,7 +222,8 @@ class NoMaster:
 
 
 MASTER_FORMATS: dict[Master, MasterFormat] = {
-    one.master: one for one in (Float32(), Split(), Kahan(), Stochastic(), NoMaster())
+    master_format.master: master_format
+    for master_format in (Float32(), Split(), Kahan(), Stochastic(), NoMaster())
 }
 """Every format by its name."""
 

@@ -80,7 +80,7 @@ class Replicas:
     def _check_hooks(self, wrapper: DistributedDataParallel, *, scales_loss: bool) -> None:
         for hook, state in communication_hooks(wrapper):
             reason = next(
-                (why for one in type(state).__mro__ if (why := _UNFIT_HOOKS.get(one.__name__))),
+                (why for cls in type(state).__mro__ if (why := _UNFIT_HOOKS.get(cls.__name__))),
                 None,
             )
             if scales_loss and reason is not None:
@@ -122,7 +122,7 @@ class Replicas:
             return "the models are wrapped with different process groups"
         if self.wrappers and not distributed.is_gloo_available():
             return "torch has no gloo, by which ranks agree what to capture"
-        reasons = (_capture_refusal(one, accumulates=accumulates) for one in self.wrappers)
+        reasons = (_capture_refusal(wrapper, accumulates=accumulates) for wrapper in self.wrappers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def renew_reducers(self) -> None:
@@ -229,7 +229,7 @@ def find_replicas(models: Any, reduce_dtype: str | torch.dtype | None = None) ->
     )
     if reduce_dtype is None:
         return Replicas(wrappers)
-    by_name = {dtype_name(one): one for one in REDUCE_DTYPES}
+    by_name = {dtype_name(dtype): dtype for dtype in REDUCE_DTYPES}
     dtype = by_name.get(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
     if dtype not in REDUCE_DTYPES:
         raise PolicyError(

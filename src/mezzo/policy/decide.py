@@ -162,7 +162,7 @@ def explain(
         dtypes if input_dtypes else None,
         arguments,
     )
-    uncastable = [one for one in dtypes if one not in CASTABLE_DTYPES]
+    uncastable = [dtype for dtype in dtypes if dtype not in CASTABLE_DTYPES]
     reason = (
         f"{dtype_name(uncastable[0])} inputs are never cast"
         if uncastable and entry.rule in (Rule.HALF, Rule.FULL)

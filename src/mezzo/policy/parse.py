@@ -250,7 +250,7 @@ def _module_rule(key: Any, rule: str | Rule) -> Rule:
         return parsed
     raise PolicyError(
         f"{parsed.value!r} is not a rule for whole modules ({key!r})."
-        f" {choices(one.value for one in MODULE_RULES)}"
+        f" {choices(rule.value for rule in MODULE_RULES)}"
     )
 
 

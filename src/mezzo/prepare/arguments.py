@@ -138,7 +138,9 @@ def is_inside_ddp(models: Iterable[nn.Module]) -> bool:
     gc.collect()
     own = set(map(id, trained))
     # Not `isinstance`, which is slow for an abstract class and runs the code of proxies.
-    wrappers: list[Any] = [one for one in gc.get_objects() if _DDP in type(one).__mro__]
+    wrappers: list[Any] = [
+        candidate for candidate in gc.get_objects() if _DDP in type(candidate).__mro__
+    ]
     return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
 
 

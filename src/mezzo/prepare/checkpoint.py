@@ -126,10 +126,10 @@ def _parts(
 ) -> dict[str, Any]:
     """Return the content of a file."""
     models = _models(model)
-    states = [optimizer_state(one, models) for one in optimizers_of(optimizer)]
+    states = [optimizer_state(owner, models) for owner in optimizers_of(optimizer)]
     return {
         "step": None if step is None else step.state_dict(),
-        "model": None if model is None else [exact_state_dict(one) for one in models],
+        "model": None if model is None else [exact_state_dict(module) for module in models],
         "optimizer": None if optimizer is None else states,
         "scaler": None if scaler is None else [scaler.state_dict()],
         "scheduler": _states_of(scheduler),
@@ -144,7 +144,7 @@ def _with_wrappers(model: Models | None, step: Step | None) -> tuple[Any, ...]:
 
 
 def _states_of(parts: Any) -> list[dict[str, Any]] | None:
-    return None if parts is None else [one.state_dict() for one in flat(parts)]
+    return None if parts is None else [part.state_dict() for part in flat(parts)]
 
 
 def _save_folder(
@@ -413,7 +413,7 @@ def _is_visible(entry: Path) -> bool:
 
 def _age(entry: Path) -> tuple[int, list[int], str]:
     """Return when an entry was written, and the numbers in its name."""
-    numbers = [int(one) for one in re.findall(r"\d+", entry.name)]
+    numbers = [int(digits) for digits in re.findall(r"\d+", entry.name)]
     try:
         return entry.stat().st_mtime_ns, numbers, entry.name
     except OSError:

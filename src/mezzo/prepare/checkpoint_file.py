@@ -194,7 +194,7 @@ def _pickle_entry(archive: ZipFile) -> ZipInfo:
 
 def _check_checksums(archive: ZipFile) -> None:
     """Compare the checksum of every entry."""
-    if not any(one.CRC for one in archive.infolist()):
+    if not any(entry.CRC for entry in archive.infolist()):
         # Written after torch.serialization.set_crc32_options(False). Damage does not look like
         # that: at least five checksums would have to become 0.
         for entry in archive.infolist():
@@ -284,8 +284,12 @@ def _check_callable(name: Any, allowed: Mapping[Any, int]) -> None:
 def _safe_globals() -> set[str]:
     """Return what the process has passed to `torch.serialization.add_safe_globals`."""
     names = (
-        (one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}")
-        for one in torch.serialization.get_safe_globals()
+        (
+            allowed[1]
+            if isinstance(allowed, tuple)
+            else f"{allowed.__module__}.{allowed.__qualname__}"
+        )
+        for allowed in torch.serialization.get_safe_globals()
     )
     return {" ".join(name.rpartition(".")[::2]) for name in names}
 

@@ -163,8 +163,8 @@ def _saved_names(path: Path) -> set[str]:
 
 def _drop_missing(states: dict[str, Any], prefix: str, saved: set[str]) -> None:
     """Remove the states of parameters that had none when the checkpoint was saved."""
-    present = {one.removeprefix(prefix) for one in saved if one.startswith(prefix)}
-    prefixes = {one[:place] for one in present for place in _dots(one)}
+    present = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+    prefixes = {name[:place] for name in present for place in _dots(name)}
     for name in [state for state in states if state not in prefixes]:
         del states[name]
 
@@ -181,9 +181,9 @@ def _refuse_more(path: Path, name: str, own: set[str], saved: set[str]) -> None:
     """Raise for tensors in the checkpoint that the target lacks, which torch would not load."""
     prefix = f"{name}.state." if name.startswith("optimizer") else f"{name}."
     more = sorted(
-        one
-        for one in saved
-        if one.startswith(prefix) and one not in own and one.rpartition(".")[2] not in KEYS
+        name
+        for name in saved
+        if name.startswith(prefix) and name not in own and name.rpartition(".")[2] not in KEYS
     )
     if more:
         raise CheckpointError(

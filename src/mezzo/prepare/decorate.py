@@ -186,7 +186,7 @@ def undecorate(model: Models, optimizer: Optimizers | None = None) -> Any:
 
 
 def _refuse_decorated(model: Models, optimizer: Optimizers | None) -> None:
-    modules = (module for one in models_of(model) for module in one.modules())
+    modules = (module for root in models_of(model) for module in root.modules())
     for owner in all_decorated(modules, optimizers_of(optimizer)):
         if decoration_of(owner) is not None:
             raise PolicyError(

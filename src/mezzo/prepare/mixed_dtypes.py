@@ -58,7 +58,9 @@ def explain_backward(error: RuntimeError) -> UnsupportedError | None:
     if not _mixes_dtypes(error):
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((one for one in frames if one.name == "backward" and not _is_inside(one)), None)
+    frame = next(
+        (frame for frame in frames if frame.name == "backward" and not _is_inside(frame)), None
+    )
     if frame is None:
         return None
     return UnsupportedError(

@@ -378,7 +378,11 @@ def _save_dtype(
         return None
     dtype = parse_dtype(argument, allowed=(torch.float32,), what="save_dtype")
     if half is not None and not MASTER_FORMATS[master].exact:
-        exact = " or ".join(repr(one.master.value) for one in MASTER_FORMATS.values() if one.exact)
+        exact = " or ".join(
+            repr(master_format.master.value)
+            for master_format in MASTER_FORMATS.values()
+            if master_format.exact
+        )
         why = (
             f"master={master.value!r} has"
             if targets.optimizers

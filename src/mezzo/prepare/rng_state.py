@@ -49,14 +49,14 @@ def check_rng_state(state: Any) -> None:
 
 
 def _check_cuda(states: Any) -> None:
-    for one in states:
+    for state in states:
         if (
-            one.dtype is not torch.uint8
-            or one.dim() != 1
-            or one.device.type != "cpu"
-            or one.numel() > _CUDA_STATE
+            state.dtype is not torch.uint8
+            or state.dim() != 1
+            or state.device.type != "cpu"
+            or state.numel() > _CUDA_STATE
         ):
-            raise ValueError(f"CUDA's state has shape {tuple(one.shape)} and {one.dtype}")
+            raise ValueError(f"CUDA's state has shape {tuple(state.shape)} and {state.dtype}")
     if torch.cuda.is_initialized():
         for device, one in zip(range(torch.cuda.device_count()), states, strict=False):
             torch.Generator(f"cuda:{device}").set_state(one)

@@ -61,13 +61,15 @@ def _written_by_steps(
 ) -> Iterator[torch.Tensor]:
     trained = [
         *(parameter for model in models for parameter in model.parameters()),
-        *(parameter for one in optimizers for parameter in parameters(one)),
+        *(parameter for optimizer in optimizers for parameter in parameters(optimizer)),
     ]
-    yield from (one.grad for one in dict.fromkeys(trained) if one.grad is not None)
+    yield from (
+        parameter.grad for parameter in dict.fromkeys(trained) if parameter.grad is not None
+    )
     for optimizer in optimizers:
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                yield from (one for one in state.values() if isinstance(one, torch.Tensor))
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _push_restorers(
@@ -77,14 +79,14 @@ def _push_restorers(
     others: Iterable[Any],
 ) -> None:
     undo.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
-    for one in others:
-        undo.callback(_restorer(one))
+    for other in others:
+        undo.callback(_restorer(other))
     # Runs after the parameters are restored: it records the versions that companions are for.
     for masters in dict.fromkeys(_masters_of(models, optimizers)):
         undo.callback(masters.snapshot())
     for optimizer in optimizers:
-        for one in (optimizer, *inner_optimizers(optimizer).values()):
-            undo.callback(_optimizer_restorer(one))
+        for stepped in (optimizer, *inner_optimizers(optimizer).values()):
+            undo.callback(_optimizer_restorer(stepped))
     for model in models:
         undo.callback(_model_restorer(model))
 
@@ -93,7 +95,7 @@ def _masters_of(
     models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
 ) -> Iterator[MasterWeights]:
     decorations = [
-        *(one for model in models for one in decorations_of(model)),
+        *(decoration for model in models for decoration in decorations_of(model)),
         *filter(None, map(decoration_of, optimizers)),
     ]
     for decoration in dict.fromkeys(decorations):
@@ -105,9 +107,9 @@ def _masters_of(
 
 def _model_restorer(model: nn.Module) -> Callable[[], None]:
     dicts: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (one, dict(one))
+        (tensors, dict(tensors))
         for module in model.modules()
-        for one in (module._parameters, module._buffers)
+        for tensors in (module._parameters, module._buffers)
     ]
     tensors = dict.fromkeys(
         tensor
@@ -124,8 +126,8 @@ def _model_restorer(model: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         _restore_dicts(dicts)
-        for one in restores:
-            one()
+        for restore_part in restores:
+            restore_part()
         for module, state in extra_states:
             with suppress(Exception):
                 module.set_extra_state(state)
@@ -178,8 +180,8 @@ def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
         vars(optimizer).update(attributes)
         groups[:] = old_groups
         _restore_dicts(dicts)
-        for one in values:
-            one()
+        for tensor in values:
+            tensor()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -102,27 +102,27 @@ def sharding_obstacle(models: Models) -> str | None:
     sharded: list[Any] = [
         parameter for model in models for parameter in model.parameters() if is_sharded(parameter)
     ]
-    if any(id(one) not in grouped or not _is_plain_fsdp(one) for one in sharded):
+    if any(id(parameter) not in grouped or not _is_plain_fsdp(parameter) for parameter in sharded):
         return "tensor parallelism has sharded the model, which is not captured"
     mesh = mesh_of(sharded)
     if mesh is not None and len(mesh.groups) > 1:
         return "the model is sharded over several dimensions of a part of the processes"
     backends = {
-        distributed.get_backend_config(one.device_mesh.get_group(dimension))
-        for one in sharded
-        for dimension in range(one.device_mesh.ndim)
+        distributed.get_backend_config(parameter.device_mesh.get_group(dimension))
+        for parameter in sharded
+        for dimension in range(parameter.device_mesh.ndim)
     }
     if any("cuda:nccl" not in backend for backend in backends):
         return f"the model is sharded by {', '.join(sorted(backends))}; only NCCL is captured"
     if not distributed.is_gloo_available():
         return "torch has no gloo, by which ranks agree what to capture"
-    return next((why for one in models if (why := fsdp_reset_refusal(one)) is not None), None)
+    return next((why for model in models if (why := fsdp_reset_refusal(model)) is not None), None)
 
 
 def _is_plain_fsdp(parameter: Any) -> bool:
     """Return whether a parameter is sharded in its last mesh dimension, and copied in others."""
     *others, last = parameter.placements
-    return last.is_shard() and all(one.is_replicate() for one in others)
+    return last.is_shard() and all(placement.is_replicate() for placement in others)
 
 
 def plan_groups(
@@ -143,7 +143,7 @@ def plan_groups(
             f" first forward pass. Decorate before it. {_ORDER}"
         )
     kept, strictly_kept = (
-        {id(one) for model in models for one in _kept(model, keep)}
+        {id(parameter) for model in models for parameter in _kept(model, keep)}
         for keep in (keep_full, _without_plain_norms(keep_full))
     )
     return tuple(
@@ -179,7 +179,7 @@ def _refuse_policy(policy: Policy, optimizers: tuple[Optimizer, ...]) -> None:
 
 def _refuse_unsharded(names: dict[int, str], groups: list[FsdpGroup], models: Models) -> None:
     """Raise for parameters that FSDP2 does not shard, alone or after tensor parallelism."""
-    managed = {id(one) for group in groups for one in group.parameters}
+    managed = {id(parameter) for group in groups for parameter in group.parameters}
     others = [
         parameter
         for model in models
@@ -315,7 +315,7 @@ def _do_nothing() -> None:
 
 def _check_parameters(optimizer: Optimizer, decorated: list[torch.Tensor], models: Models) -> None:
     present = {id(parameter) for model in models for parameter in model.parameters()}
-    lost = [one for one in decorated if id(one) not in present]
+    lost = [parameter for parameter in decorated if id(parameter) not in present]
     sharded = is_sharded_model(models)
     if lost and (sharded or len(lost) == len(decorated)):
         why = (

@@ -83,7 +83,7 @@ def timeline(run: RunData) -> Figure | None:
 
 def layer_maps(run: RunData) -> list[Figure]:
     """Return the heat maps of layers over time."""
-    return [_heat_map_figure(one) for one in heat_maps(run)]
+    return [_heat_map_figure(heat_map) for heat_map in heat_maps(run)]
 
 
 def _has_values(run: RunData, field: str) -> bool:

@@ -84,7 +84,7 @@ class RunData:
         the model is an event.
         """
         found = self._setting("dtype")
-        halves = {dtype_name(one) for one in HALF_DTYPES}
+        halves = {dtype_name(dtype) for dtype in HALF_DTYPES}
         sampled = self.activation_dtypes & halves
         is_inside = self.header.get("policy") is None and found not in halves
         return min(sampled) if sampled and is_inside else found
@@ -180,7 +180,7 @@ def read_run(source: Source) -> RunData:
     logs = [_by_kind(lines) for part in parts for lines in _lines(part)]
     if not logs:
         raise MezzoError("write_report() got an empty list of logs. Pass at least one log file.")
-    return RunData(tuple(sorted(logs, key=lambda one: one.rank)))
+    return RunData(tuple(sorted(logs, key=lambda log: log.rank)))
 
 
 def _lines(source: Source) -> list[list[dict[str, Any]]]:
@@ -249,4 +249,7 @@ def _with_escapes(value: Any) -> Any:
         return [_with_escapes(one) for one in value]
     if not isinstance(value, str) or value.isprintable():
         return value
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in value)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
+        for character in value
+    )

@@ -128,7 +128,7 @@ def op_table(run: RunData) -> Table:
     """Return the calls of each op by dtype, with the casts around it."""
     rows = op_rows(run)
     found = {str(row.get("dtype")) for row in rows}
-    dtypes = [*(one for one in _DTYPES if one in found), *sorted(found - set(_DTYPES))]
+    dtypes = [*(dtype for dtype in _DTYPES if dtype in found), *sorted(found - set(_DTYPES))]
     timed = any(finite(row.get("microseconds")) is not None for row in rows)
     ops: dict[str, list[Line]] = {}
     for row in rows:

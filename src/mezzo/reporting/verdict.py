@@ -127,9 +127,9 @@ def _collapse(run: RunData) -> list[str]:
 
 def _bad_loss(run: RunData) -> list[str]:
     bad = [
-        (step_of(line) or 0, one.rank, line)
-        for one in run.ranks
-        for line in one.of("step")
+        (step_of(line) or 0, rank.rank, line)
+        for rank in run.ranks
+        for line in rank.of("step")
         if (loss := number(line.get("loss"))) is not None and not math.isfinite(loss)
     ]
     if not bad:
@@ -193,9 +193,11 @@ def lint_findings(run: RunData) -> list[dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for line in run.of("lint"):
         listed = line.get("findings")
-        for one in listed if isinstance(listed, list) else [line]:
-            if isinstance(one, dict):
-                found.setdefault(f"{one.get('rule')} {one.get('where')} {one.get('what')}", one)
+        for finding in listed if isinstance(listed, list) else [line]:
+            if isinstance(finding, dict):
+                found.setdefault(
+                    f"{finding.get('rule')} {finding.get('where')} {finding.get('what')}", finding
+                )
     return list(found.values())
 
 

@@ -108,7 +108,7 @@ class GradientCounts:
             if first_slot + len(owners) > len(self.memory) or not all(map(self._takes, owners)):
                 return None
             self._slots[key] = first_slot
-            self._owners += [self._index[one] for one in key]
+            self._owners += [self._index[parameter_id] for parameter_id in key]
         return CountedGradients(self.memory, first_slot)
 
     def _takes(self, owner: torch.Tensor) -> bool:

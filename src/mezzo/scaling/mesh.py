@@ -35,7 +35,9 @@ def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
     # No DTensor can exist before its module is imported, which takes half a second.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     # By the few types: a check of each of 400 tensors would take as long as checking their values.
-    return kind is not None and any(issubclass(one, kind) for one in set(map(type, tensors)))
+    return kind is not None and any(
+        issubclass(tensor_type, kind) for tensor_type in set(map(type, tensors))
+    )
 
 
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
@@ -175,7 +177,7 @@ class ProcessMesh:
         """
         zero = torch.zeros((), dtype=torch.float64, device=device)
         values = torch.stack(
-            [zero if one is None else one.double() for one in (square_sum, found_inf)]
+            [zero if number is None else number.double() for number in (square_sum, found_inf)]
         )
         for group in self.groups:
             distributed.all_reduce(values, group=group)

@@ -62,7 +62,11 @@ def checked_only_others(scaler: Scaler, optimizers: Sequence[torch.optim.Optimiz
     """
     records = list(scaler._records.by_id.values()) if isinstance(scaler, GradScaler) else []
     checked = [record.optimizer for record in records if record.optimizer is not None]
-    if not checked or len(checked) < len(records) or any(one in optimizers for one in checked):
+    if (
+        not checked
+        or len(checked) < len(records)
+        or any(optimizer in optimizers for optimizer in checked)
+    ):
         return False
     own = {
         id(parameter) for optimizer in optimizers for parameter in gradients.parameters(optimizer)
@@ -78,7 +82,7 @@ def found_inf(scaler: Scaler) -> torch.Tensor | None:
     None if no gradients were checked. Does not synchronize.
     """
     if isinstance(scaler, GradScaler):
-        flags = [flag for one in scaler._records.by_id.values() for flag in one.all_flags()]
+        flags = [flag for record in scaler._records.by_id.values() for flag in record.all_flags()]
     else:
         flags = torch_scaler_flags(scaler)
     return combine(flags, common_device(flags)) if flags else None

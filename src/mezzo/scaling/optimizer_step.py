@@ -54,7 +54,7 @@ def bindings_of(optimizer: Optimizer) -> list[FusedStepProtocol]:
     if type(optimizer).__module__.startswith("torch.optim."):
         # No search at every step: torch's optimizers wrap none.
         return []
-    inner = (binding_of(one) for one in inner_optimizers(optimizer).values())
+    inner = (binding_of(inner) for inner in inner_optimizers(optimizer).values())
     return [binding for binding in inner if binding is not None]
 
 

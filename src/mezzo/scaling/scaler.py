@@ -223,7 +223,9 @@ class GradScaler(TorchScalerApi):
         256.0
         """
         chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        parameters = [one for optimizer in chosen for one in gradients.parameters(optimizer)]
+        parameters = [
+            parameter for optimizer in chosen for parameter in gradients.parameters(optimizer)
+        ]
         if any(parameter.grad is not None for parameter in parameters):
             raise ScalerError(
                 "find_scale() computes gradients and drops them, and there are gradients already."

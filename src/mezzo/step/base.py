@@ -318,7 +318,7 @@ class Step:
 
     def _title(self) -> str:
         components = self._components
-        names = [type(one).__name__ for one in (*components.models, *components.optimizers)]
+        names = [type(part).__name__ for part in (*components.models, *components.optimizers)]
         return f"{type(self).__name__}({', '.join(names)})"
 
     def _describe_capture(self) -> str:

@@ -108,8 +108,8 @@ def prepare_components(
     shared = decoration.scaler if scaler is None else scaler
     step_scaler = choose_scaler(shared, plan.dtype, plan.policy.level, device)
     if step_scaler is not None:
-        for one in models:
-            step_scaler.register_parameter_names(one)
+        for inner_model in models:
+            step_scaler.register_parameter_names(inner_model)
     replicas.check(models, optimizers, scales_loss=step_scaler is not None)
     region = region_for(plan.policy, device.type)
     return StepComponents(
@@ -131,10 +131,14 @@ def prepare_components(
 def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
     """Undo decoration, binding and memory format of plain models and optimizers on an error."""
     models, optimizers = inner_models(model), _inner_optimizers(optimizer)
-    plain = all(decoration_of(one) is None for one in models)
-    unbound = [one for one in optimizers if optimizer_binding(one) is None]
+    plain = all(decoration_of(inner) is None for inner in models)
+    unbound = [inner for inner in optimizers if optimizer_binding(inner) is None]
     memory = (
-        [(tensor, tensor.data) for one in models for tensor in (*one.parameters(), *one.buffers())]
+        [
+            (tensor, tensor.data)
+            for module in models
+            for tensor in (*module.parameters(), *module.buffers())
+        ]
         if plain
         else []
     )
@@ -143,8 +147,8 @@ def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
     except BaseException:
         if plain and decoration_of(models[0]) is not None:
             undecorate(models)
-        for one in unbound:
-            if (binding := optimizer_binding(one)) is not None:
+        for inner in unbound:
+            if (binding := optimizer_binding(inner)) is not None:
                 binding.unbind()
         for tensor, data in memory:
             tensor.data = data
@@ -275,24 +279,25 @@ def choose_scaler(
 
 
 def _check_schedulers(
-    scheduler: Schedulers, optimizers: tuple[Optimizer, ...]
+    argument: Schedulers, optimizers: tuple[Optimizer, ...]
 ) -> dict[Optimizer, LRScheduler]:
     """Check that schedulers can run ahead; return them by optimizer."""
     schedulers: dict[Optimizer, LRScheduler] = {}
-    for one in () if scheduler is None else flat(scheduler):
-        owner = getattr(one, "optimizer", None)
-        if isinstance(one, LRScheduler) and owner not in optimizers:
+    for scheduler in () if argument is None else flat(argument):
+        owner = getattr(scheduler, "optimizer", None)
+        if isinstance(scheduler, LRScheduler) and owner not in optimizers:
             raise PolicyError(
-                f"{type(one).__name__} belongs to another optimizer than the step's. Create it with"
-                " the optimizer that is passed to the step."
+                f"{type(scheduler).__name__} belongs to another optimizer than the step's. Create"
+                " it with the optimizer that is passed to the step."
             )
         # With and without a scaler: what is accepted does not depend on the dtype.
-        check(optimizers[0] if owner is None else owner, one)
-        if one.optimizer in schedulers:
+        check(optimizers[0] if owner is None else owner, scheduler)
+        if scheduler.optimizer in schedulers:
+            other = schedulers[scheduler.optimizer]
             raise PolicyError(
-                f"Got {type(schedulers[one.optimizer]).__name__} and {type(one).__name__} for the"
-                " same optimizer. Pass one scheduler for each: torch's ChainedScheduler steps"
-                " several together, SequentialLR one after the other."
+                f"Got {type(other).__name__} and {type(scheduler).__name__} for the same optimizer."
+                " Pass one scheduler for each: torch's ChainedScheduler steps several together,"
+                " SequentialLR one after the other."
             )
-        schedulers[one.optimizer] = one
+        schedulers[scheduler.optimizer] = scheduler
     return schedulers

@@ -108,7 +108,7 @@ class InputKinds(Generic[Graph]):
         The memory of graphs stays reserved beside that of the call.
         """
         return kind.last_use == self._last_new == self._calls and kind.size > SMALL * max(
-            (one.size for one in self._kinds.values() if one.graphs), default=kind.size
+            (other.size for other in self._kinds.values() if other.graphs), default=kind.size
         )
 
     @property
@@ -131,7 +131,7 @@ class InputKinds(Generic[Graph]):
         captured = [kind for kind in self._kinds.values() if kind.graphs]
         if len(captured) < self.limit:
             return None
-        return min(captured, key=lambda one: one.last_use)
+        return min(captured, key=lambda kind: kind.last_use)
 
     def is_largest(self, kind: InputKind[Graph]) -> bool:
         """Return whether a kind is larger than all that have graphs.
@@ -139,7 +139,7 @@ class InputKinds(Generic[Graph]):
         Captured last it would take new memory beside theirs, captured first its memory serves them
         all.
         """
-        sizes = [one.size for one in self._kinds.values() if one.graphs]
+        sizes = [other.size for other in self._kinds.values() if other.graphs]
         return bool(sizes) and kind.size > max(sizes)
 
     @property
@@ -153,8 +153,8 @@ class InputKinds(Generic[Graph]):
 
     def are_others_captured(self, kind: InputKind[Graph]) -> bool:
         """Return whether other kinds have graphs, or had them and will be captured again."""
-        others = (one for one in self._kinds.values() if one is not kind)
-        return any(one.was_captured and not one.is_eager for one in others)
+        others = (other for other in self._kinds.values() if other is not kind)
+        return any(other.was_captured and not other.is_eager for other in others)
 
     @property
     def has_graphs(self) -> bool:

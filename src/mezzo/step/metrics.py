@@ -70,9 +70,9 @@ class _Tensors(NamedTuple):
 
     def suit_kernel(self, device: torch.device) -> bool:
         """Return whether the kernel can read all of them."""
-        given = [one for one in self if one is not None]
+        given = [value for value in self if value is not None]
         return bool(given) and all(
-            one.device == device and one.dtype in _launch.DTYPES for one in given
+            value.device == device and value.dtype in _launch.DTYPES for value in given
         )
 
 
