@@ -35,9 +35,9 @@ class Listener(Protocol):
         """Begin a step, before its forward pass; return whether it is sampled."""
 
     def end(self, number: int) -> int:
-        """End a step, after its update; return the next one that the run has to see.
+        """End a step after its update; return the number of the next one that the run has to see.
 
-        It need not see the steps between: their rows are in the history.
+        The history has the rows of the steps between.
         """
 
     def fail(self) -> None:

@@ -25,7 +25,7 @@ from mezzo.observing.op_places import Observation, PlaceTracker
 from mezzo.observing.user_lines import user_line_level
 
 _NEVER = 2**62
-"""Number of the first bad call of an op that has none."""
+"""Number of the first bad call of an op without a bad call."""
 
 
 class NumericsMode(Enum):

@@ -1,4 +1,4 @@
-"""Give every op that runs, and that a filter allows, to a recorder which judges its values."""
+"""Dispatch mode that passes ops which a filter allows to a recorder that checks their values."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class CheckedOp(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Is called for each op that is checked."""
+    """Receives each op that is checked."""
 
     def start_step(self, step: int) -> None:
         """Begin a step."""
@@ -116,7 +116,7 @@ class CheckingMode(TorchDispatchMode):
         """Storages that checked ops have read or written."""
 
     def switch(self, *, is_on: bool) -> None:
-        """Give ops to the recorder from now on, or do not."""
+        """Start or stop passing ops to the recorder."""
         self._is_on = is_on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,8 +179,8 @@ def call_with_gradients(node: Any, function: Callable[[list[Tensor]], None]) -> 
 def call_after(node: Any, report: Callable[[Any], None]) -> None:
     """Call a function after the node that runs now, with whether its gradients are non-finite.
 
-    Formulas of gradients compute infinite values that they leave out of the result: that of the
-    norm of zeros divides by zero.
+    Formulas of gradients may compute infinite values that do not reach the result: that of the norm
+    of zeros divides by zero.
     """
 
     def check(gradients: list[Tensor]) -> None:

@@ -32,7 +32,7 @@ class Place:
 
 
 class Pausable:
-    """What modes that observe ops share: a block may be left out."""
+    """Base of modes that observe ops: a block can be excluded."""
 
     is_paused = False
     """Whether ops are not observed now."""
@@ -159,6 +159,6 @@ def _nodes(values: Any) -> list[Any]:
 
 
 def _name(node: Any) -> str:
-    """Return the name of the forward op of an autograd node, as far as it tells it."""
+    """Return the name of the forward op of an autograd node, as far as the node's name shows it."""
     name: str = node.name().rpartition("::")[2]
     return name.rpartition(_BACKWARD)[0] or name

@@ -35,13 +35,13 @@ class LoggedCounts(NamedTuple):
 
 
 def number(value: Any) -> float | None:
-    """Return a number of a log; None if it is none."""
+    """Return a number of a log; None for other values."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else None
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number of a log; None if it is none."""
+    """Return a finite number of a log; None for other values."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 

@@ -100,7 +100,7 @@ class LoggerWriter:
         self._failed: set[int] = set()
 
     def step_interval(self, step: int, together: int = 1) -> int:
-        """Return of how many steps that were not skipped one is written, as for a log."""
+        """Return n if every n-th step that was not skipped is written, as for a log."""
         return step_interval(step, together)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -115,7 +115,7 @@ class LoggerWriter:
                 self.write_line({"kind": StepRecord.kind, **step})
 
     def write_line(self, line: Line) -> None:
-        """Write a record, passed as the line of a log that it is."""
+        """Write a record, passed as its line in a log."""
         step = step_of(line)
         if line.get("kind") == "run":
             self.write_text(0, "run", _describe_run(line))

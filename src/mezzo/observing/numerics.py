@@ -36,7 +36,7 @@ from mezzo.prepare.master_params import ModelMasters
 _P = ParamSpec("_P")
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules whose outputs are those of a module in them."""
+"""Containers: their output is that of a module inside."""
 
 
 class Collector(Protocol):
@@ -46,7 +46,7 @@ class Collector(Protocol):
         """Begin to collect: the forward pass of a sampled step is next."""
 
     def stop(self) -> None:
-        """End it after the update of the step, also of one that raised: leave no hook behind."""
+        """End after the update of the step, also if it raised; remove all hooks."""
 
     def take(self, time: float) -> list[Record]:
         """Return the records that have arrived. Does not synchronize."""
@@ -267,7 +267,7 @@ def _sampled_values(
     stored = torch.cat([places_of(parameter) for parameter in parameters.values()])
     if masters is None:
         return stored, stored
-    # Formats store each element for itself, so that samples merge as whole tensors do.
+    # Formats are elementwise, so that samples merge as whole tensors do.
     return stored, masters.format.merge(stored, _companions(parameters.values(), masters))
 
 

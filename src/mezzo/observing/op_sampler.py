@@ -41,7 +41,7 @@ class OpSampler:
         self._stats.start()
 
     def stop(self) -> None:
-        """End it."""
+        """Stop counting, and keep the counts."""
         self._stats.stop()
         self.latest, self._is_new = SampledOps(self._stats.rows), True
 

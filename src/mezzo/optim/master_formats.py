@@ -136,7 +136,7 @@ class Split:
         if companion is None:
             return _float32_copy(parameter)
         upper, remainder = parameter.view(torch.int16).to(torch.int32), companion.to(torch.int32)
-        # Zero has no negative remainder: this one is of a value that was overwritten
+        # Zero has no negative remainder: a negative one belongs to a value that was overwritten
         # (`p.data.mul_(mask)`), and zero minus it would be NaN.
         remainder = torch.where((upper & 0x7FFF) == 0, remainder.clamp(min=0), remainder)
         return ((upper << 16) + remainder).view(torch.float32)
@@ -259,8 +259,8 @@ def _merge_split(
     # shifts would take several for each.
     foreach_copy_(values, [parameter.detach() for parameter in parameters])
     foreach_copy_(remainders, companions)
-    # Zero has no negative remainder: this one is of a value that was overwritten
-    # (`p.data.mul_(mask)`), and the sum of both would be NaN for ever.
+    # Zero has no negative remainder: a negative one belongs to a value that was overwritten
+    # (`p.data.mul_(mask)`), and the sum of both would stay NaN.
     signs = foreach_sign(foreach_abs(values))
     foreach_mul_(signs, -(2.0**15))
     foreach_copy_(lowest, signs)

@@ -383,9 +383,9 @@ def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict
 def latest_checkpoint(folder: FilePath) -> Path | None:
     """Return the checkpoint in a folder that was saved last; None if there is none.
 
-    What is not complete is left out: a save that was interrupted, a file that is being copied.
-    Other files are left out too. Of checkpoints that were saved at the same time, the one with the
-    larger number in its name counts as later.
+    Incomplete checkpoints, such as interrupted saves or files that are being copied, are skipped,
+    and so are other files. Of checkpoints that were saved at the same time, the one with the larger
+    number in its name counts as later.
 
     Args:
         folder: The folder that holds the files or folders of `save_checkpoint`. It need not exist.

@@ -196,7 +196,7 @@ def _refuse_decorated(model: Models, optimizer: Optimizers | None) -> None:
 
 
 def _refuse_wrapped_parameters(planned: DecoratePlan) -> None:
-    """Raise if parameters would be cast that DistributedDataParallel has taken its hooks of."""
+    """Raise if DistributedDataParallel has already hooked parameters that would be cast."""
     if planned.plan.converts and is_inside_ddp(planned.targets.models):
         level = planned.plan.policy.level.value
         raise UnsupportedError(
@@ -331,7 +331,7 @@ def _bind_optimizer(
 ) -> None:
     """Bind an optimizer to its master weights, unless parameters stay float32 without clipping.
 
-    One of a sharded model at O2 is bound for its fused step, which updates the float32 shards.
+    The optimizer of a sharded model at O2 is bound too: its fused step updates the float32 shards.
     """
     plan = planned.plan
     if not plan.converts and plan.clip_norm is None and not planned.groups:

@@ -51,12 +51,13 @@ class Decoration:
         self.training_steps: WeakSet[Accumulating] = WeakSet()
         """Training steps that were created from these models and optimizers."""
         self.scaler: GradScaler | bool | None = None
-        """The `scaler=` of training steps that are given none: an integration shares its own."""
+        """The scaler of training steps that are created without `scaler=`: an integration shares
+        its own."""
         self.is_lent = False
         """Whether the models hold averaged weights, inside `EMA.applied()`, and must not train."""
 
     def share_scaler(self, scaler: GradScaler | None) -> None:
-        """Give a scaler, or none, to training steps that are given none."""
+        """Set the scaler, or none, of training steps that are created without `scaler=`."""
         self.scaler = False if scaler is None else scaler
 
     @contextmanager

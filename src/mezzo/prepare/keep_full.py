@@ -96,7 +96,7 @@ def read_keep_full(
 ) -> tuple[Policy, KeepFull]:
     """Read a policy and its `keep_full`, which may hold modules themselves.
 
-    The policy has the names of these modules in the models.
+    In the policy they are replaced by their names in the models.
     """
     argument = overrides.get("keep_full", NORMS)
     is_several = isinstance(argument, list | tuple | set | frozenset)

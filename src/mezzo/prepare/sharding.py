@@ -1,4 +1,4 @@
-"""Models that FSDP2 has sharded: their shards and their 16-bit compute at O2; what is refused.
+"""Models sharded by FSDP2: their shards and 16-bit compute at O2, and what is not supported.
 
 The float32 shards are the master weights: each group of parameters is gathered in 16 bits, and its
 gradients are reduced in float32. torch's `MixedPrecisionPolicy` of the group does both. With split,
@@ -51,7 +51,7 @@ class GroupPrecision:
 
     group: FsdpGroup
     policy: Any
-    """The new `MixedPrecisionPolicy`; the present one if the user has set it."""
+    """The new `MixedPrecisionPolicy`; the current one if the user has set it."""
     casts_shards: bool
     """Whether shards are cast to 16 bits. All of a group are: FSDP2 gathers and reduces tensors of
     one dtype."""
@@ -68,7 +68,7 @@ class GroupPrecision:
         )
 
     def apply(self) -> Callable[[], None]:
-        """Set the policy of the group; return a function that restores the present one."""
+        """Set the policy of the group; return a function that restores the current one."""
         self.group.set_policy(self.policy)
         return partial(self.group.set_policy, self.group.policy)
 
@@ -188,7 +188,7 @@ def _refuse_unsharded(names: dict[int, str], groups: list[FsdpGroup], models: Mo
     ]
     if not others:
         return
-    # One that tensor parallelism has split, if there is one: the reason of the others.
+    # Name a parameter that tensor parallelism has split, if any: it explains the others.
     parameter = next(filter(is_sharded, others), others[0])
     how = (
         "is split by tensor parallelism alone: only FSDP2 gathers 16-bit copies of float32 shards"

@@ -2,8 +2,8 @@
 
 On CUDA a Triton kernel does it in one launch over a table of addresses. Without Triton, torch's
 kernel does it; flags for single gradients then cost a second pass. Nothing here synchronizes. Flags
-are set to 1 and never reset: the caller zeroes them. `counted` adds up what is not finite and what
-is small in the same pass.
+are set to 1 and never reset: the caller zeroes them. `counted` collects the numbers of non-finite
+and of small values in the same pass.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def check_sorted(
     """Check gradients of any layout, device by device and dtype by dtype; unscale with a factor.
 
     `source` gets flags for single parameters where these cost no further pass. Gradients that are
-    only checked are used by the optimizer next, which does not change non-finite ones: small ones
-    are kept for the source as they are. `mesh` has the processes that hold the parameters, if some
+    only checked go to the optimizer, which does not change non-finite ones: small ones are kept as
+    they are, to name the source later. `mesh` has the processes that hold the parameters, if some
     are sharded.
     """
     owned = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]

@@ -57,7 +57,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded as another, with this shard; a shard of none as it is."""
+    """Return a tensor that is sharded like another, with this shard; the shard if that is plain."""
     if not is_sharded(tensor):
         return shard
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
@@ -83,8 +83,8 @@ def set_local(parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
 def first_element(parameter: torch.Tensor) -> int:
     """Return the number of a shard's first element in the whole parameter.
 
-    Exact for FSDP2, which shards the first dimension. With tensor parallelism too it still differs
-    between all shards, and is the same for the replicas of one.
+    Exact for FSDP2, which shards the first dimension. With tensor parallelism as well it is not,
+    but it differs between shards and is the same for the replicas of a shard.
     """
     if not is_sharded(parameter):
         return 0
@@ -187,8 +187,8 @@ class ProcessMesh:
 def mesh_of(parameters: Sequence[torch.Tensor]) -> ProcessMesh | None:
     """Return the processes that hold some parameters; None if no parameter is sharded.
 
-    Processes of the smallest mesh that holds all parameters; if no mesh of a parameter does, all
-    processes of the default group.
+    These are the processes of the smallest mesh that holds all parameters, or all processes of the
+    default group if no mesh does.
     """
     if not any_sharded(parameters):
         return None

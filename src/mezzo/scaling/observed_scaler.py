@@ -28,7 +28,7 @@ def is_enabled(scaler: Scaler) -> bool:
 
 
 def count_gradients(scaler: Scaler, counts: GradientCounts | None) -> None:
-    """Count what overflows and underflows in gradients when they are checked; None: do not.
+    """Count what overflows and underflows in gradients when they are checked; None stops that.
 
     On CUDA the kernel that checks them counts, and a captured step is captured again. torch's
     scaler does not count.

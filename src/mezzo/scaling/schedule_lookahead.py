@@ -144,7 +144,7 @@ class Lookahead:
     def _advance(self) -> None:
         try:
             self._runner.step()
-        # OneCycleLR ends with an exception, and so does a user's list of rates. It is raised if
+        # OneCycleLR ends with an exception, and so does a user's list of rates. It is raised when
         # training gets there.
         except Exception as error:  # noqa: BLE001 - raised when training gets there
             self._end = error

@@ -59,10 +59,10 @@ class Step:
         self._calls = 0
         """Calls of this object, and flushes that updated. A call that raised does not count."""
         self._observer: Callable[[Call], Any] | None = None
-        """Runs a call instead, from `_next_observed` on; see `_observe_calls`."""
+        """Runs the calls from `_next_observed` on in place of this object; see `_observe_calls`."""
         self._next_observed = inf
         self._is_checked = False
-        """Whether this and other processes were found to train the same step."""
+        """Whether all ranks were found to train the same step."""
         self._phases = [
             AccumulationPhase(first=index == 0, last=index + 1 == options.accumulate)
             for index in range(options.accumulate)
@@ -100,10 +100,10 @@ class Step:
             self._check_not_lent("The training step")
         if not self._is_checked:
             self._check_processes()
-        # Freed before the forward pass, which needs the memory.
+        # Free the old outputs before the forward pass, which needs the memory.
         self._outputs = None
-        # In an autocast region around the call, weights that were cast before would become a part
-        # of a captured graph, and those of the graph would be used by later ops.
+        # torch's weight cache must not cross the borders of a captured graph: the graph would read
+        # casts that were made before, and later ops casts that were made in it.
         in_region = torch.is_autocast_enabled(self._components.region.device)
         if in_region:
             torch.clear_autocast_cache()
@@ -132,15 +132,15 @@ class Step:
         return returned
 
     def _record_to(self, history: StepHistory | None) -> None:
-        """Write the metrics of every call to a history too; None: to none."""
+        """Also write the metrics of every call to a history; None stops that."""
         self._history = history
         self._executor.metrics.record_to(history)
 
     def _observe_calls(self, observer: Callable[[Call], Any] | None, first: float = inf) -> None:
-        """Let an observer run the call after `first` calls, and all later ones; None: no call.
+        """Let an observer run the calls after the first `first` ones; None removes it.
 
-        Calls before it cost nothing. The observer runs the call with `_call`, in which it sets when
-        it is called next.
+        Earlier calls cost nothing. The observer passes the call on to `_call`, and sets when it is
+        called next.
         """
         self._observer, self._next_observed = observer, first
 
@@ -237,11 +237,11 @@ class Step:
 
     @property
     def outputs(self) -> Any:
-        """What the last call computed beside its loss, as detached copies that are yours.
+        """What the last call returned beside its loss, as detached copies.
 
         That is the `aux` of a loss function or body that returned `(loss, aux)`; None if it
-        returned the loss alone. No later call overwrites the copies. Plain values among them are
-        those of the capture, if the step is captured. Does not synchronize.
+        returned the loss alone. No later call overwrites the copies. If the step is captured, plain
+        values among them keep the values they had at the capture. Does not synchronize.
         """
         if isinstance(self._outputs, KeptOutputs):
             self._outputs = self._outputs.copy()
@@ -260,9 +260,9 @@ class Step:
     def means(self) -> dict[str, float]:
         """Means over the last finished window of `mean_over` calls; empty before the first.
 
-        Of the loss, and of the numbers and tensors with one element in a dict of outputs, by their
-        names. A single such output is `"outputs"`. Does not synchronize: on CUDA the means appear
-        a few calls after the end of the window.
+        That is the mean of the loss and, if the outputs are a dict, of its numbers and one-element
+        tensors by key. A single scalar output is `"outputs"`. Does not synchronize: on CUDA the
+        means appear a few calls after the end of the window.
         """
         if self._means is None:
             raise PolicyError(

@@ -44,8 +44,9 @@ def process_obstacle(executor: StepExecutor) -> str | None:
 def optimizer_obstacle(executor: StepExecutor) -> str | None:
     """Return why optimizers without a captured step prevent the capture of calls.
 
-    They step behind a captured forward and backward pass, from copies of its gradients: not in the
-    middle of a body, and not from gradients that calls add to at fixed addresses.
+    Such optimizers step eagerly after a captured forward and backward pass, from copies of its
+    gradients. That is not possible in the middle of a body, nor with gradients that several calls
+    accumulate at fixed addresses.
     """
     options = executor.options
     names = [

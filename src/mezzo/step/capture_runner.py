@@ -1,4 +1,4 @@
-"""Warm the calls of a step up, capture them as CUDA graphs and replay them."""
+"""Warm up the calls of a step, capture them as CUDA graphs and replay them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CaptureRunner:
         self._is_sharded = any_sharded(self._parameters)
         self._graphs = StepGraphs(executor)
         self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
-        """Agrees with the other ranks about each call; None if there are none."""
+        """Agrees with the other ranks about each call; None if this process trains alone."""
         self._warm_up = WarmUp(executor)
         self._has_reducers = not components.replicas
         """Whether wrappers reduce gradients on the capture stream."""
@@ -154,7 +154,8 @@ class CaptureRunner:
         """Drop graphs if parameter addresses, the scale rule or optimizer tables changed."""
         scaler = self._executor.components.scaler
         if self._shared is not None and scaler is not None and phase.last:
-            # Before ranks agree: that the tables have moved would else be found by one of them.
+            # Before the ranks agree: otherwise only some of them would find that the tables have
+            # moved.
             self._schedule_tables = capture.before_replay(scaler)
         addressed = shards(self._parameters) if self._is_sharded else self._parameters
         key = [
@@ -167,7 +168,7 @@ class CaptureRunner:
             self.drop_graphs()
 
     def _run_eagerly(self, inputs: _CallInputs) -> Any:
-        """Run a call eagerly; if no calls can be captured, with a captured update."""
+        """Run a call eagerly; if calls cannot be captured, the update may still be."""
         call, _, phase, modes = inputs
 
         def run() -> Any:
@@ -181,7 +182,7 @@ class CaptureRunner:
         return returned
 
     def run_eagerly(self, call: Call, phase: AccumulationPhase) -> Any:
-        """Run one call eagerly; graphs stay. On the stream on which gradients are accumulated."""
+        """Run one call eagerly, on the stream on which gradients accumulate; keep the graphs."""
         self._stall_check.drop()
         inputs = _CallInputs(call, [], phase, module_modes(self._modules, self._parameters))
         if self.eager_reason is not None:
@@ -260,7 +261,8 @@ class CaptureRunner:
         if not self._can_capture_now(kind, phase):
             self._warm_up.count_call(self._current, phase)
             if self._inputs.is_new_beyond_limit(kind):
-                # A number that changes makes ever new kinds. Timing their calls would synchronize.
+                # An input number that changes makes a new kind in each call. Timing them would
+                # synchronize.
                 return self._run_eagerly(inputs)
             return self._run_warm_up_call(kind, inputs)
         if not kind.graphs and not self._make_room(kind):
@@ -283,8 +285,8 @@ class CaptureRunner:
     def _static_inputs(self, inputs: _CallInputs) -> Call:
         """Return inputs as the static buffers of a captured graph hold them.
 
-        A warm-up runs on the same dtypes: code compiled in it would else be compiled again in the
-        capture.
+        A warm-up runs on the same dtypes: otherwise code that the warm-up compiles would be
+        compiled again in the capture.
         """
         moved = self._executor.move_inputs(inputs.call)
         # A copy from another device would cast on the host first, and synchronize.
@@ -369,7 +371,7 @@ class CaptureRunner:
     def _recover(self) -> None:
         """Let wrapped and sharded models run again after a failed capture.
 
-        An error in backward leaves reducers unusable, whose memory captured graphs use.
+        An error in backward leaves reducers unusable, and captured graphs use their memory.
         """
         self._release_graphs()
         self._warm_up.clear()
@@ -410,7 +412,7 @@ class CaptureRunner:
         except Exception as refused:
             raise refused from error
         if not self._is_sharded:
-            # The update of shards has a collective, about which ranks would have to agree.
+            # An update of shards contains a collective: ranks would have to agree on its capture.
             self._update = UpdateRunner(self._executor, self._graphs)
 
     # -- other calls -------------------------------------------------------------------------------
@@ -432,7 +434,7 @@ class CaptureRunner:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether all ranks run each call alike, so that none may run one eagerly by itself."""
+        """Whether all ranks run each call alike, so that no rank may run one eagerly by itself."""
         return self._shared is not None and self.eager_reason is None
 
     @property

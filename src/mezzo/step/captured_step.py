@@ -49,7 +49,7 @@ class CapturedStep:
     update: CapturedUpdate | None
     """None if the graph does not update."""
     gradients: Gradients = field(default_factory=list)
-    """Those in the graph's memory, for an eager update."""
+    """Gradients in the graph's memory, from which an eager update steps."""
 
 
 class Attempt(NamedTuple):
@@ -61,8 +61,8 @@ class Attempt(NamedTuple):
     def after(self, failure: CaptureFailed) -> Attempt | None:
         """Return what to try after a failure, None if there is nothing left.
 
-        Models that read from the device only when they are not captured are captured when captures
-        are not hidden from them.
+        Some models read from the device unless they see that they are captured: these need
+        `reports_eager=False`.
         """
         if isinstance(failure, HostDrawsFound) and not self.records_draws:
             return self._replace(records_draws=True)

@@ -63,15 +63,15 @@ class StepComponents:
 
 @dataclass(frozen=True)
 class PrecisionArgs:
-    """Arguments of a step about precision."""
+    """The arguments of a step that concern precision."""
 
     policy: PolicyArg | None
     clip_norm: float | None
     overrides: Mapping[str, Any]
     grad_norm: bool = False
-    """Whether the norm of the gradients is computed without `clip_norm` too."""
+    """Whether to compute the norm of the gradients also without `clip_norm`."""
     reduce_dtype: str | torch.dtype | None = None
-    """Dtype in which DistributedDataParallel averages gradients; None for their own."""
+    """Dtype in which DistributedDataParallel averages gradients; None keeps the dtype of each."""
 
     @property
     def policy_or_default(self) -> PolicyArg:
@@ -96,7 +96,7 @@ def prepare_components(
         raise PolicyError(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
         )
-    # First: what is not supported must leave models and optimizers unchanged.
+    # Checked before anything changes: an error must leave models and optimizers as they are.
     _refuse_step_arguments(optimizers)
     schedulers = _check_schedulers(scheduler, optimizers)
     decoration = _decorate_or_check(models, optimizer, optimizers, precision)
@@ -290,7 +290,7 @@ def _check_schedulers(
                 f"{type(scheduler).__name__} belongs to another optimizer than the step's. Create"
                 " it with the optimizer that is passed to the step."
             )
-        # With and without a scaler: what is accepted does not depend on the dtype.
+        # Also without a scaler, so that every dtype accepts the same schedulers.
         check(optimizers[0] if owner is None else owner, scheduler)
         if scheduler.optimizer in schedulers:
             other = schedulers[scheduler.optimizer]

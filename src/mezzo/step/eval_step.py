@@ -39,7 +39,7 @@ _ADDRESS = methodcaller("data_ptr")
 _NEEDS_GRADIENTS = re.compile(r"does not require grad|Inference tensors cannot")
 """Found in torch's messages about gradients in inference mode."""
 _WARM_UP = 2
-"""Eager calls before the first capture; one of them at least has the inputs that are captured."""
+"""Eager calls before the first capture, at least one of them with the inputs to capture."""
 _CALL = "call"
 """Key of the only graph of each kind of inputs."""
 
@@ -92,7 +92,7 @@ class EvalStep:
         self._capture = Capture.parse(capture)
         self._is_sharded = is_sharded_model((model,))
         self._differentiates = False
-        """Whether the model computes gradients itself, as of an energy for forces."""
+        """Whether the forward pass computes gradients, such as forces from an energy."""
         self._tensors = [*model.parameters(), *model.buffers()]
         self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
         self._recapture_key: Hashable = None

@@ -86,7 +86,7 @@ class StepExecutor:
     ) -> Any:
         """Run one call and return what the body returned.
 
-        `modes` tells forward passes apart that may write different buffers. `update` replaces the
+        `modes` distinguishes forward passes that may write different buffers. `update` replaces the
         method of this name.
         """
         context, returned = self.run_body(call, phase, modes)
@@ -141,7 +141,7 @@ class StepExecutor:
             return nullcontext()
         if not phase.last:
             return replicas.unreduced()
-        # A body of a user may call the model without its wrapper.
+        # A user's body may call the model without its wrapper.
         return replicas.refusing_bypass() if self.options.custom_body else nullcontext()
 
     def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
@@ -228,7 +228,7 @@ class StepExecutor:
         self._forward_and_backward(context, call)
 
     def gradients(self) -> Gradients:
-        """Return the parameters of the optimizers that have a gradient, with it."""
+        """Return the optimizers' parameters that have a gradient, each with its gradient."""
         return [
             (parameter, parameter.grad)
             for optimizer in self.components.optimizers
@@ -390,7 +390,7 @@ class StepContext:
             stepping_threads.discard(get_ident())
 
     def found_nonfinite(self) -> torch.Tensor | bool:
-        """Return whether a step was skipped: as a tensor where reading it would synchronize."""
+        """Return whether a step was skipped, as a tensor if reading it would synchronize."""
         results = [result for result in self.results.values() if result is not None]
         flags = [flag for result in results if (flag := result.found_inf) is not None]
         if not flags or all(flag.device.type == "cpu" for flag in flags):
@@ -400,7 +400,7 @@ class StepContext:
         return torch.stack([flag.reshape(()) for flag in flags]).amax(0)
 
     def rate(self) -> Rate:
-        """Return the learning rate of the first optimizer; a tensor if it was read on a device."""
+        """Return the learning rate of the first optimizer, as a tensor if it is on a device."""
         binding = optimizer_binding(self._components.optimizers[0])
         on_device = None if binding is None else binding.device_rate
         return self._host_rate if on_device is None else on_device

@@ -220,7 +220,8 @@ def _pair(value: Any) -> Pair | None:
 # -- faster forms of convolutions of few channels --------------------------------------------------
 
 _FEW = 4
-"""Channels that are few; also the number that cuDNN's float16 kernels for few channels take."""
+"""Convolutions of at most this many channels are replaced; cuDNN's float16 kernels for few channels
+take exactly this many."""
 _CHANNEL_MULTIPLE = 8
 """Channels of blocks are padded to a multiple of this."""
 _MAX_BLOCKS = {torch.float16: 3, torch.bfloat16: 4}

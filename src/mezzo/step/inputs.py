@@ -47,7 +47,7 @@ class ModelArguments:
         """Whether a container is unpacked, by its type and its names or its length."""
         self._parameters: tuple[str, ...] = ()
         """Names of the parameters of the model's forward."""
-        # Not of every forward there is a signature.
+        # Some forwards have no signature.
         with suppress(TypeError, ValueError):
             self._parameters = tuple(inspect.signature(model.forward).parameters)
 
@@ -94,7 +94,7 @@ class ModelArguments:
         return keywords
 
     def _refuse_surplus(self, batch: Any, keywords: dict[str, Any]) -> None:
-        """Raise if a batch has the model's first parameter, and names that the model lacks."""
+        """Raise if a batch has the model's first parameter, but also names that the model lacks."""
         if next(iter(self._parameters), None) not in keywords:
             return
         surplus = [name for name in keywords if name not in self._parameters]

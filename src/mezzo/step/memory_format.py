@@ -111,7 +111,7 @@ def _why_fixed(model: nn.Module) -> str | None:
 _WARM_UP, _TIMED = 2, 5
 """Runs before the timed ones, and timed runs."""
 _FASTER = 0.98
-"""Part of the time that channels_last must stay below: smaller gains are noise."""
+"""channels_last must take less than this share of the time: smaller gains are noise."""
 
 
 def measure(

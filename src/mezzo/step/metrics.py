@@ -1,4 +1,4 @@
-"""Step metrics: loss, loss scale, skips, learning rate and gradient norm, without a wait."""
+"""Step metrics: loss, loss scale, skips, learning rate and gradient norm, without synchronizing."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class MetricsBuffer:
         self.memory[MetricIndex.RATE] = 0.0 if rate is None else float(rate)
 
     def record_to(self, history: StepHistory | None) -> None:
-        """Write the metrics of each call to a history too, or to none."""
+        """Also write the metrics of each call to a history; None stops that."""
         self.history = history
         self.revision += 1
 

@@ -68,7 +68,7 @@ class PaddingRule:
     multiple: int
     pad_token_id: int = 0
     longest: int | None = None
-    """The longest sequence that the model takes; None if any."""
+    """The longest sequence that the model takes; None if there is no limit."""
     makes_mask: bool = True
     """Whether an `attention_mask` is added if there is none."""
 

@@ -4,10 +4,10 @@ Settings are compared once, before the first call.
 
 A captured graph holds collectives. NCCL requires that all ranks capture them in the same call, and
 replay the graphs of one capture together. So each rank numbers the kinds of its inputs, and the
-numbers of all ranks are the kind of a call: from the same kinds, all ranks choose alike whether to
-run eagerly, to capture or to replay. What a rank finds by itself (inputs that cannot be captured,
-graphs that it had to drop, a capture that failed) is exchanged as well, before anything is
-launched.
+numbers of all ranks together are the kind of a call: given the same kinds, all ranks make the same
+choice to run eagerly, to capture or to replay. What a rank finds by itself (inputs that cannot be
+captured, graphs that it had to drop, a capture that failed) is exchanged as well, before anything
+is launched.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class SharedCalls:
         return SharedCall(numbers, max(sizes), all(ready), any(dropped), refusal)
 
     def _number(self, key: Hashable | None) -> int:
-        """Return the number of a kind on this rank; a number never has another meaning."""
+        """Return the number of a kind on this rank; numbers are not reused."""
         if key is None:
             return _REFUSED
         if key not in self._numbers:

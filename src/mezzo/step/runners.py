@@ -46,7 +46,7 @@ class Runner(Protocol):
 
     @property
     def shares_calls(self) -> bool:
-        """Whether all ranks run each call alike, so that none may run one eagerly by itself."""
+        """Whether all ranks run each call alike, so that no rank may run one eagerly by itself."""
 
     @property
     def graph_count(self) -> int:

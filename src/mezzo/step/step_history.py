@@ -1,4 +1,4 @@
-"""History of steps: a ring of their metrics that each step writes without a wait."""
+"""History of steps: a ring of their metrics that each step writes without synchronizing."""
 
 from __future__ import annotations
 

@@ -270,12 +270,12 @@ class TrainStep(Step):
 
     @property
     def outputs(self) -> Any:
-        """What the last call computed beside its loss, as detached copies that are yours.
+        """What the last call returned beside its loss, as detached copies.
 
         That is the `aux` of a loss function that returned `(loss, aux)`, or with `keep_outputs` the
         model's output; None if the loss function returned the loss alone. No later call overwrites
-        the copies. Plain values among them are those of the capture, if the step is captured. Does
-        not synchronize.
+        the copies. If the step is captured, plain values among them keep the values they had at the
+        capture. Does not synchronize.
         """
         if self.loss_fn is None and not self._keep_outputs:
             raise PolicyError(
