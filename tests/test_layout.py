@@ -67,7 +67,7 @@ ALLOWED_WRITES = {
     "observing/attachments.py": {"owner": _PATCHED, "self._owner": _PATCHED},
     "parallel/process_groups.py": {"distributed.ProcessGroup": _PATCHED},
     "prepare/rollback.py": {"parameter": "the gradient of a parameter"},
-    "scaling/schedule_sync.py": {"one": "the class of a scheduler or an optimizer of the user"},
+    "scaling/schedule_sync.py": {"target": "the class of a scheduler or an optimizer of the user"},
 }
 """Attributes of other objects that mezzo may write: the files, the targets and the reasons."""
 

@@ -76,16 +76,16 @@ def batch_size(subject: Subject) -> Found:
     """Find products whose number of rows, which comes from the batch, is not a multiple."""
     to = multiple(subject)
     odd = [
-        (one, where)
-        for one, where in _costly(subject, to)
-        if not one.kernel and one.batch == 1 and one.sizes[0] % (to or 1)
+        (product, where)
+        for product, where in _costly(subject, to)
+        if not product.kernel and product.batch == 1 and product.sizes[0] % (to or 1)
     ]
     if not odd:
         return
-    one, where = max(odd, key=lambda pair: pair[0].flops)
-    rows, columns, inner = one.sizes
+    product, where = max(odd, key=lambda pair: pair[0].flops)
+    rows, columns, inner = product.sizes
     wanted = padded(rows, to or 1)
-    gain = _measured(subject, one, (wanted, columns, inner))
+    gain = _measured(subject, product, (wanted, columns, inner))
     if gain is not None and gain < _USEFUL:
         return
     yield LintFinding(
@@ -104,8 +104,8 @@ def channel_counts(subject: Subject) -> Found:
     to = multiple(subject)
     if to is None:
         return
-    for one, where in _costly(subject, to):
-        pixels, outputs, inputs = one.sizes
+    for product, where in _costly(subject, to):
+        pixels, outputs, inputs = product.sizes
         is_first = inputs == _RGB
         wanted = (
             pixels,
@@ -113,9 +113,9 @@ def channel_counts(subject: Subject) -> Found:
             inputs if is_first else padded(inputs, _CHANNELS),
         )
         # A convolution of each channel by itself is no matrix product.
-        if not one.kernel or one.groups > 1 or wanted == one.sizes:
+        if not product.kernel or product.groups > 1 or wanted == product.sizes:
             continue
-        gain = _measured(subject, one, wanted)
+        gain = _measured(subject, product, wanted)
         if gain is not None and gain < _USEFUL:
             continue
         yield LintFinding(
@@ -131,11 +131,11 @@ def channel_counts(subject: Subject) -> Found:
 def first_convolution(subject: Subject) -> Found:
     """Find a first convolution that reads images with 3 channels."""
     to = multiple(subject)
-    for one, where in _costly(subject, to):
-        if not one.kernel or one.groups > 1 or one.sizes[2] != _RGB:
+    for product, where in _costly(subject, to):
+        if not product.kernel or product.groups > 1 or product.sizes[2] != _RGB:
             continue
-        wanted = (one.sizes[0], one.sizes[1], _PADDED_RGB)
-        gain = _measured(subject, one, wanted)
+        wanted = (product.sizes[0], product.sizes[1], _PADDED_RGB)
+        gain = _measured(subject, product, wanted)
         if gain is None or gain >= _USEFUL:
             yield LintFinding(
                 "first-convolution",
@@ -177,11 +177,12 @@ def _costly(subject: Subject, to: int | None) -> Iterator[tuple[Product, str]]:
     products = _half(subject.products)
     total = sum(product.flops for product in products)
     groups: dict[tuple[object, ...], list[Product]] = {}
-    for one in products:
-        groups.setdefault((one.sizes, one.kernel, one.batch, one.groups), []).append(one)
-    for same in groups.values():
-        if to is not None and sum(other.flops for other in same) >= _MIN_SHARE * total:
-            yield same[0], _places(same, subject)
+    for product in products:
+        key = (product.sizes, product.kernel, product.batch, product.groups)
+        groups.setdefault(key, []).append(product)
+    for group in groups.values():
+        if to is not None and sum(product.flops for product in group) >= _MIN_SHARE * total:
+            yield group[0], _places(group, subject)
 
 
 def _places(products: Sequence[Product], subject: Subject) -> str:

@@ -150,20 +150,21 @@ def tensor_error(
         return TensorError(
             name, dtype, differ / max(expected.numel(), 1), float(differ > 0), 0, **where
         )
-    wide = (
+    wide_dtype = (
         torch.promote_types(expected.dtype, torch.float32)
         if expected.dtype.itemsize > 1
         else torch.float32
     )
-    expected, found = expected.to(wide), found.to(wide)
+    expected, found = expected.to(wide_dtype), found.to(wide_dtype)
     lost = expected.isfinite() & ~found.isfinite()
     # Values that are infinite in both, as in a mask, are no error.
     counted = expected.isfinite() & ~lost
     reference = torch.where(counted, expected, 0)
     difference = torch.where(counted, found, 0) - reference
-    norm_dtype = torch.complex128 if wide.is_complex else torch.float64
+    norm_dtype = torch.complex128 if wide_dtype.is_complex else torch.float64
     size, scale = (
-        float(torch.linalg.vector_norm(one, dtype=norm_dtype)) for one in (difference, reference)
+        float(torch.linalg.vector_norm(tensor, dtype=norm_dtype))
+        for tensor in (difference, reference)
     )
     relative = size / scale if scale else float("inf") if size else 0.0
     largest = float(difference.abs().max()) if difference.numel() else 0.0

@@ -144,12 +144,12 @@ def _components(
     """Split the network into the parts that are connected only through the source and the sink."""
     leader: dict[Hashable, Hashable] = {}
 
-    def find(one: Hashable) -> Hashable:
-        root = one
+    def find(member: Hashable) -> Hashable:
+        root = member
         while (above := leader.setdefault(root, root)) != root:
             root = above
-        while leader[one] != root:
-            leader[one], one = root, leader[one]
+        while leader[member] != root:
+            leader[member], member = root, leader[member]
         return root
 
     for tail, head, _ in arcs:
@@ -166,8 +166,8 @@ def _components(
 
 def _solve(members: list[Hashable], arcs: list[_Arc]) -> dict[Hashable, bool]:
     numbers: dict[Hashable, int] = {_SOURCE: 0, _SINK: 1}
-    for one in (*members, *(end for arc in arcs for end in arc[:2])):
-        numbers.setdefault(one, len(numbers))
+    for end_node in (*members, *(end for arc in arcs for end in arc[:2])):
+        numbers.setdefault(end_node, len(numbers))
     network = FlowNetwork(len(numbers))
     for tail, head, capacity in arcs:
         network.add_arc(numbers[tail], numbers[head], capacity)

@@ -192,16 +192,16 @@ class NumericsCollector:
 
     def _updates(self, samples: Mapping[str, dict[str, SampledTensor]]) -> dict[str, SampledTensor]:
         gradients, parameters = samples["gradients"], samples["parameters"]
-        found: dict[str, SampledTensor] = {}
+        updates: dict[str, SampledTensor] = {}
         for weights in self._weights:
             before = [parameters[name].values for name in weights.parameters]
-            known = [
+            gradient_samples = [
                 gradients[name].values
-                if name in gradients and gradients[name].values.shape == one.shape
+                if name in gradients and gradients[name].values.shape == sample.shape
                 else None
-                for name, one in zip(weights.parameters, before, strict=True)
+                for name, sample in zip(weights.parameters, before, strict=True)
             ]
-            if all(gradient is None for gradient in known):
+            if all(gradient is None for gradient in gradient_samples):
                 continue
             stored, values = _sampled_values(weights.parameters, weights.masters)
             update = Update(
@@ -209,8 +209,8 @@ class NumericsCollector:
                 [vector.numel() for vector in before],
                 torch.cat(
                     [
-                        torch.zeros_like(one) if gradient is None else gradient
-                        for gradient, one in zip(known, before, strict=True)
+                        torch.zeros_like(sample) if gradient is None else gradient
+                        for gradient, sample in zip(gradient_samples, before, strict=True)
                     ]
                 ),
                 weights.values,
@@ -218,9 +218,9 @@ class NumericsCollector:
                 weights.stored,
                 stored,
             )
-            changes = zip(weights.parameters, sample_updates(update), known, strict=True)
-            found |= {name: one for name, one, gradient in changes if gradient is not None}
-        return {name: found[name] for name in parameters if name in found}
+            changes = zip(weights.parameters, sample_updates(update), gradient_samples, strict=True)
+            updates |= {name: sample for name, sample, gradient in changes if gradient is not None}
+        return {name: updates[name] for name in parameters if name in updates}
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

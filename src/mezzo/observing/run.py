@@ -444,12 +444,12 @@ class Run:
 def _worst_gradients(gradients: dict[str, Counts]) -> list[str]:
     """Return a line for the gradient that underflows most, and one for what overflowed."""
     total = sum(gradient.overflowed for gradient in gradients.values())
-    known = {name: one for name, one in gradients.items() if one.total}
-    if not known:
+    counted = {name: counts for name, counts in gradients.items() if counts.total}
+    if not counted:
         return []
     name = max(
-        known,
-        key=lambda gradient_name: known[gradient_name].underflowed / known[gradient_name].total,
+        counted,
+        key=lambda gradient_name: counted[gradient_name].underflowed / counted[gradient_name].total,
     )
-    share = known[name].underflowed / known[name].total
+    share = counted[name].underflowed / counted[name].total
     return [f"gradients: {total} values overflowed; most underflow: {name} ({share:.2%})"]

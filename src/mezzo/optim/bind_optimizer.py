@@ -101,7 +101,7 @@ def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
     if not inner:
         return
     # In nested wrappers only the innermost optimizers update parameters.
-    paths = [path for path, one in inner.items() if not inner_optimizers(one)]
+    paths = [path for path, wrapped in inner.items() if not inner_optimizers(wrapped)]
     found = " and ".join(f"{path} ({type(inner[path]).__name__})" for path in paths)
     raise UnsupportedError(
         f"{type(optimizer).__name__} steps another optimizer, {found}, which would update the"

@@ -80,7 +80,11 @@ class Companion:
             sample = sample.new_empty(0)
         return {
             MASTER: tensor,
-            **{key: sample for key, one in _SAMPLE_KEYS.items() if one is self.format},
+            **{
+                key: sample
+                for key, master_format in _SAMPLE_KEYS.items()
+                if master_format is self.format
+            },
         }
 
     @classmethod

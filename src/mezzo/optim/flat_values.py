@@ -131,14 +131,14 @@ class SavedTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         is_small = [tensor.numel() < _SMALL and is_dense(tensor) for tensor in tensors]
-        self._large = [one for one, small in zip(tensors, is_small, strict=True) if not small]
+        self._large = [tensor for tensor, small in zip(tensors, is_small, strict=True) if not small]
         self._copies = [torch.empty_like(tensor) for tensor in self._large]
         if self._large:
             foreach_copy_(self._copies, self._large)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for one, small in zip(tensors, is_small, strict=True):
+        for tensor, small in zip(tensors, is_small, strict=True):
             if small:
-                by_dtype.setdefault(one.dtype, []).append(one)
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
         self._small = [(live, flatten(live)) for live in by_dtype.values()]
 
     def restore_if(self, skipped: torch.Tensor) -> None:

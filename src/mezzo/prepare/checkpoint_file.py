@@ -309,10 +309,10 @@ def _plain_tensors(content: Any) -> Iterator[torch.Tensor]:
     """Yield every dense tensor in nested containers; each container is searched once."""
     remaining, seen = [content], set()
     while remaining:
-        one = remaining.pop()
-        if type(one) in {torch.Tensor, torch.nn.Parameter}:
-            if one.layout is torch.strided and not one.is_meta:
-                yield one
-        elif isinstance(one, dict | list | tuple | set) and id(one) not in seen:
-            seen.add(id(one))
-            remaining.extend(one.values() if isinstance(one, dict) else one)
+        value = remaining.pop()
+        if type(value) in {torch.Tensor, torch.nn.Parameter}:
+            if value.layout is torch.strided and not value.is_meta:
+                yield value
+        elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            remaining.extend(value.values() if isinstance(value, dict) else value)

@@ -96,9 +96,9 @@ def all_decorated(
     return (*models, *optimizers)
 
 
-def decoration_of(one: nn.Module | Optimizer) -> Decoration | None:
+def decoration_of(owner: nn.Module | Optimizer) -> Decoration | None:
     """Return the decoration of a model or an optimizer; None if it is not decorated."""
-    decoration: Decoration | None = one.__dict__.get(DECORATION)
+    decoration: Decoration | None = owner.__dict__.get(DECORATION)
     return decoration
 
 
@@ -126,10 +126,10 @@ def has_exact_masters(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> bo
     )
 
 
-def mark(one: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], None]:
+def mark(owner: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], None]:
     """Store a decoration on a model or an optimizer; return a function that removes it."""
-    one.__dict__[DECORATION] = decoration
-    return partial(one.__dict__.pop, DECORATION, None)
+    owner.__dict__[DECORATION] = decoration
+    return partial(owner.__dict__.pop, DECORATION, None)
 
 
 def flatten_rnns(models: tuple[nn.Module, ...]) -> None:

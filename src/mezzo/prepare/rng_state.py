@@ -58,8 +58,8 @@ def _check_cuda(states: Any) -> None:
         ):
             raise ValueError(f"CUDA's state has shape {tuple(state.shape)} and {state.dtype}")
     if torch.cuda.is_initialized():
-        for device, one in zip(range(torch.cuda.device_count()), states, strict=False):
-            torch.Generator(f"cuda:{device}").set_state(one)
+        for device, device_state in zip(range(torch.cuda.device_count()), states, strict=False):
+            torch.Generator(f"cuda:{device}").set_state(device_state)
 
 
 def _check_numpy(state: Any) -> None:
@@ -101,8 +101,10 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in state and torch.cuda.is_available():
-        for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(one, device)
+        for device, device_state in zip(
+            range(torch.cuda.device_count()), state["cuda"], strict=False
+        ):
+            torch.cuda.set_rng_state(device_state, device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(tuple(state["numpy"]))

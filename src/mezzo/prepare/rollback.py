@@ -137,9 +137,9 @@ def _model_restorer(model: nn.Module) -> Callable[[], None]:
 
 def _restore_dicts(dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
     """Restore the content of dictionaries in place, because other objects refer to them."""
-    for one, before in dicts:
-        one.clear()
-        one.update(before)
+    for container, before in dicts:
+        container.clear()
+        container.update(before)
 
 
 def _tensor_restorer(tensor: torch.Tensor) -> Callable[[], None]:
@@ -161,17 +161,21 @@ def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
     gradients = [(parameter, parameter.grad) for parameter in parameters(optimizer)]
     state, groups = attributes.get("state", {}), attributes.get("param_groups", [])
     dicts = [
-        (one, dict(one))
-        for one in (*(one for one in state.values() if isinstance(one, dict)), *groups, state)
+        (container, dict(container))
+        for container in (
+            *(container for container in state.values() if isinstance(container, dict)),
+            *groups,
+            state,
+        )
     ]
     old_groups = list(groups)
     # torch creates a new state and does not write to tensors of the old one. A class with its own
     # load_state_dict may write to them.
     writes_in_place = type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    values = [
+    restores = [
         _tensor_restorer(value)
-        for one, _ in dicts
-        for value in one.values()
+        for container, _ in dicts
+        for value in container.values()
         if writes_in_place and isinstance(value, torch.Tensor)
     ]
 
@@ -180,29 +184,29 @@ def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
         vars(optimizer).update(attributes)
         groups[:] = old_groups
         _restore_dicts(dicts)
-        for tensor in values:
-            tensor()
+        for restore_state in restores:
+            restore_state()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
     return restore
 
 
-def _restorer(one: Any) -> Callable[[], None]:
-    state, attributes = deepcopy(one.state_dict()), dict(getattr(one, "__dict__", {}))
+def _restorer(target: Any) -> Callable[[], None]:
+    state, attributes = deepcopy(target.state_dict()), dict(getattr(target, "__dict__", {}))
     contents = list(_contents(attributes))
 
     def restore() -> None:
         if attributes:
-            vars(one).clear()
-            vars(one).update(attributes)
+            vars(target).clear()
+            vars(target).update(attributes)
         # torch's scaler keeps the stage of each optimizer in nested dictionaries.
         for container, before in contents:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(before)
         # Also load the state, because objects that the attributes refer to may have changed.
         with suppress(Exception):
-            one.load_state_dict(state)
+            target.load_state_dict(state)
 
     return restore
 

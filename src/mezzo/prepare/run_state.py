@@ -96,12 +96,12 @@ class RunState:
         state, restore_own_rng_state = unpack(state_dict.get(_KEY))
         self._check(state)
         with rolled_back_on_error((), (), (*self._scalers, *self._schedulers)):
-            for one, saved in zip(
+            for owner, saved in zip(
                 (*self._scalers, *self._schedulers),
                 (*state["scalers"], *state["schedulers"]),
                 strict=True,
             ):
-                one.load_state_dict(saved)
+                owner.load_state_dict(saved)
             if self._step is not None:
                 self._step.load_run_state(state["step"])
             restore_own_rng_state()

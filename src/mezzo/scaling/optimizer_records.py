@@ -124,8 +124,8 @@ class OptimizerRecords:
         binding = binding_of(optimizer)
         mesh = mesh_of(gradients.parameters(optimizer)) if binding is None else binding.mesh
         if factor is not None:
-            for one in optimizer_step.bindings_of(optimizer):
-                one.widen_gradients()
+            for bound in optimizer_step.bindings_of(optimizer):
+                bound.widen_gradients()
         if factor is not None and mesh is None and isinstance(scale, HostLossScale):
             if self.counts is not None:
                 gradients.count(optimizer, self.counts)

@@ -85,8 +85,8 @@ def _optimizers_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str,
     seen.add(id(value))
     if isinstance(value, Optimizer):
         yield path, value
-    for key, one in entries:
-        yield from _optimizers_in(one, f"{path}[{key!r}]", seen)
+    for key, entry in entries:
+        yield from _optimizers_in(entry, f"{path}[{key!r}]", seen)
 
 
 # -- torch's protocol ------------------------------------------------------------------------------

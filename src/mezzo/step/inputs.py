@@ -59,16 +59,16 @@ class ModelArguments:
         names are those of parameters of the model, whose order need not be its own.
         """
         if len(args) == 1:
-            (first,) = args
-            if isinstance(first, torch.Tensor):
-                return Call(args, kwargs) if kwargs else first
-            keywords = as_keywords(first)
+            (argument,) = args
+            if isinstance(argument, torch.Tensor):
+                return Call(args, kwargs) if kwargs else argument
+            keywords = as_keywords(argument)
             if keywords is None:
-                keywords = self._named_fields(first)
+                keywords = self._named_fields(argument)
             if keywords is not None:
-                return self._arrange_keywords(first, keywords, kwargs)
-            if isinstance(first, tuple) and self._is_unpacked(first, Call(first, kwargs)):
-                args = tuple(first)
+                return self._arrange_keywords(argument, keywords, kwargs)
+            if isinstance(argument, tuple) and self._is_unpacked(argument, Call(argument, kwargs)):
+                args = tuple(argument)
         if kwargs:
             return Call(args, kwargs) if args else kwargs
         return args
