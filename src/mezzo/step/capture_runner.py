@@ -30,7 +30,7 @@ from mezzo.step.options import AccumulationPhase, Capture
 from mezzo.step.rank_agreement import CallState, shared_calls
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.stall_check import StallCheck
-from mezzo.step.warm_up import NumberedModes, WarmUp
+from mezzo.step.warm_up import WarmUp
 
 
 class _CallInputs(NamedTuple):
@@ -69,8 +69,6 @@ class CaptureRunner:
         """Whether graphs were dropped since the last agreement."""
         self._schedule_tables: tuple[int, ...] = ()
         self._inputs: InputKinds[CapturedStep] = InputKinds(executor.options.max_graphs)
-        self._mode_numbers: dict[Hashable, int] = {}
-        self._current = NumberedModes(None, 0)
         self._attempt = Attempt()
         """How calls are captured: the last attempt that did not fail, or the next one to try."""
         self._stall_check = StallCheck(executor)
@@ -129,7 +127,7 @@ class CaptureRunner:
         self._check_recapture_key(phase)
         if self._shared is not None:
             own = sum(leaf.nbytes for leaf in leaves)
-            is_ready = key is not None and self._warm_up.is_ready(self._current, phase)
+            is_ready = key is not None and self._warm_up.is_ready(phase)
             agreed = self._shared.agree(CallState(key, own, is_ready, self._has_dropped))
             if agreed.drops:
                 self.drop_graphs()
@@ -141,14 +139,11 @@ class CaptureRunner:
         return self._inputs.use(key, leaves, size)
 
     def _number(self, modes: Hashable) -> int:
-        """Return a small number for these modes, which rarely change between calls."""
-        if modes != self._current.modes:
-            number = self._mode_numbers.setdefault(modes, len(self._mode_numbers))
-            self._current = NumberedModes(modes, number)
-            if self._executor.static_gradients.exist:
-                # Other parameters may get gradients now: backward passes allocate them again.
-                self.drop_graphs()
-        return self._current.number
+        """Return a small number for these modes, which is fast to hash."""
+        if self._warm_up.select(modes) and self._executor.static_gradients.exist:
+            # Other parameters may get gradients now: backward passes allocate them again.
+            self.drop_graphs()
+        return self._warm_up.modes.number
 
     def _check_recapture_key(self, phase: AccumulationPhase) -> None:
         """Drop graphs if parameter addresses, the scale rule or optimizer tables changed."""
@@ -259,7 +254,7 @@ class CaptureRunner:
             return self._run_eagerly(inputs)
         phase = inputs.phase
         if not self._can_capture_now(kind, phase):
-            self._warm_up.count_call(self._current, phase)
+            self._warm_up.count_call(phase)
             if self._inputs.is_new_beyond_limit(kind):
                 # An input number that changes makes a new kind in each call. Timing them would
                 # synchronize.
@@ -280,23 +275,11 @@ class CaptureRunner:
             return False
         if self._shared is not None:
             return self._are_ready
-        return self._warm_up.is_ready(self._current, phase)
-
-    def _static_inputs(self, inputs: _CallInputs) -> Call:
-        """Return inputs as the static buffers of a captured graph hold them.
-
-        A warm-up runs on the same dtypes: otherwise code that the warm-up compiles would be
-        compiled again in the capture.
-        """
-        moved = self._executor.move_inputs(inputs.call)
-        # A copy from another device would cast on the host first, and synchronize.
-        if all(leaf.device == self._executor.components.device for leaf in inputs.leaves):
-            return self._executor.cast_inputs(moved)
-        return moved
+        return self._warm_up.is_ready(phase)
 
     def _run_warm_up_call(self, kind: InputKind[CapturedStep], inputs: _CallInputs) -> Any:
         """Run a real call on the capture stream, and time it."""
-        call, phase = self._static_inputs(inputs), inputs.phase
+        call, phase = self._executor.static_inputs(inputs.call, inputs.leaves), inputs.phase
         capturer = self._graphs.capturer
 
         def run() -> Any:
@@ -358,7 +341,8 @@ class CaptureRunner:
         self, inputs: _CallInputs, attempt: Attempt
     ) -> tuple[CapturedStep | None, CaptureFailed | None]:
         """Capture a call, on all ranks or on none; return the graph or why it failed."""
-        call, captured, failure = self._static_inputs(inputs), None, None
+        call = self._executor.static_inputs(inputs.call, inputs.leaves)
+        captured = failure = None
         try:
             captured = self._graphs.capture_call(call, inputs.phase, inputs.modes, attempt)
         except CaptureFailed as error:

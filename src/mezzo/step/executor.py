@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from threading import get_ident
 from typing import Any
@@ -38,6 +38,7 @@ class StepExecutor:
     def __init__(self, components: StepComponents, body: Body, options: StepOptions) -> None:
         self.components, self.options = components, options
         self._body, self._loss_factor = body, options.loss_factor
+        self._input_dtype = components.input_dtype if options.casts_first_input else None
         self.buffers = ModuleBuffers(components.models if components.scaler is not None else ())
         self._batch_counters = BatchCounters(components.models)
         self.metrics = MetricsBuffer(
@@ -66,16 +67,18 @@ class StepExecutor:
         )
         return moved
 
-    def cast_inputs(self, call: Call) -> Call:
-        """Cast the inputs that the model would cast first, so that a capture copies and casts once.
+    def static_inputs(self, call: Call, leaves: Sequence[torch.Tensor]) -> Call:
+        """Move inputs, and cast those that the model would cast first.
 
-        Called for inputs on the device of the models, by captured steps only.
+        For captured steps, whose graph then copies and casts an input once. Their warm-up runs on
+        the same dtypes: otherwise code that it compiles would be compiled again in the capture.
         """
-        dtype = self.components.input_dtype
-        if not self.options.casts_first_input or dtype is None:
-            return call
-        first, *rest = call.args
-        return Call((cast_all(first, dtype, self.components.device.type), *rest), call.kwargs)
+        moved, device, dtype = self.move_inputs(call), self.components.device, self._input_dtype
+        # A copy from another device would cast on the host first, and synchronize.
+        if dtype is None or any(leaf.device != device for leaf in leaves):
+            return moved
+        first, *rest = moved.args
+        return Call((cast_all(first, dtype, device.type), *rest), moved.kwargs)
 
     def run(
         self,

@@ -29,15 +29,25 @@ class WarmUp:
 
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
+        self.modes = NumberedModes(None, 0)
+        """Modes of the current call."""
+        self._numbers: dict[Hashable, int] = {}
         self._needed = _WRAPPED_CALLS if executor.components.replicas else _CALLS
         self._calls: Counter[tuple[int, AccumulationPhase]] = Counter()
 
-    def count_call(self, current: NumberedModes, phase: AccumulationPhase) -> None:
-        """Count a call, unless it has yet to find the buffers that the models write."""
-        if self._executor.buffers.knows(current.modes):
-            self._calls[current.number, phase] += 1
+    def select(self, modes: Hashable) -> bool:
+        """Use the modes of the next call; return whether they have changed, as they rarely do."""
+        if modes == self.modes.modes:
+            return False
+        self.modes = NumberedModes(modes, self._numbers.setdefault(modes, len(self._numbers)))
+        return True
 
-    def is_ready(self, current: NumberedModes, phase: AccumulationPhase) -> bool:
+    def count_call(self, phase: AccumulationPhase) -> None:
+        """Count a call, unless it has yet to find the buffers that the models write."""
+        if self._executor.buffers.knows(self.modes.modes):
+            self._calls[self.modes.number, phase] += 1
+
+    def is_ready(self, phase: AccumulationPhase) -> bool:
         """Return whether a capture has what it needs.
 
         That is warm-up calls, known buffers, a loss scale past its warm-up and, if calls
@@ -45,8 +55,8 @@ class WarmUp:
         """
         executor, scaler = self._executor, self._executor.components.scaler
         if (
-            self._calls[current.number, phase] < self._needed
-            or not executor.buffers.knows(current.modes)
+            self._calls[self.modes.number, phase] < self._needed
+            or not executor.buffers.knows(self.modes.modes)
             or (scaler is not None and not capture.is_warmed_up(scaler))
         ):
             return False
