@@ -64,7 +64,7 @@ def advise(
             loss itself, and for inference.
         optimizer: The optimizer of the model, or a list of them. None trains with AdamW if there is
             a `loss_fn`.
-        levels: The levels to time, beside float32.
+        levels: The levels to time, besides float32.
         gpu: Name of a GPU, such as `"H100"`: times are computed from its data sheet and the sizes
             of the model's tensors, not measured.
         rounds: Timed calls of each setting; the median counts.

@@ -88,7 +88,7 @@ class ModelSizes:
     buffer_masters: int
     """Bytes of the float32 values of buffers that were cast."""
     has_tensors: bool
-    """Whether a model was passed, so that small tensors beside each parameter are counted too."""
+    """Whether a model was passed, so that small tensors besides each parameter are counted too."""
 
     @property
     def group_count(self) -> int:

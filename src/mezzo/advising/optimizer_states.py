@@ -78,7 +78,7 @@ class OptimizerStates:
         if make is None:
             return StateBytes(0, 0)
         if make is torch.optim.Muon and len(shape) != _MATRIX:
-            # Muon refuses them, and AdamW beside it is the common choice.
+            # Muon refuses them, and AdamW for these is the common choice.
             make = torch.optim.AdamW
         key = (make, shape, dtype)
         if key not in self._counted:

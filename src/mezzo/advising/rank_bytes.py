@@ -19,7 +19,7 @@ from mezzo.prepare.sharding import casts_shards
 _DRAWS = 4
 """Bytes of the count of random roundings of a parameter, with stochastic masters."""
 _GATHERED_GROUPS = 2
-"""Groups that FSDP2 holds at a time beside the root: the current and the prefetched one."""
+"""Groups that FSDP2 holds at a time besides the root: the current and the prefetched one."""
 
 
 class Strategy(ParsedEnum):

@@ -226,7 +226,7 @@ def compare(
     ] = None,
     modes: Annotated[
         str | None,
-        typer.Option(help="Modes with commas, beside float32: torch.amp,O1,O2. Default: all."),
+        typer.Option(help="Modes with commas, besides float32: torch.amp,O1,O2. Default: all."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16.")] = None,
     device: Annotated[

@@ -37,7 +37,7 @@ def new(
     half: Annotated[Names, typer.Option(help="An op in 16 bits; can be repeated.")] = None,
     full: Annotated[Names, typer.Option(help="An op in float32; can be repeated.")] = None,
     keep_full: Annotated[
-        Names, typer.Option(help="Modules whose parameters stay float32, beside norms.")
+        Names, typer.Option(help="Modules whose parameters stay float32, besides norms.")
     ] = None,
     master: Annotated[str | None, typer.Option(help="Format of the master weights.")] = None,
     force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,

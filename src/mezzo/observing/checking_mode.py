@@ -143,7 +143,7 @@ class CheckingMode(TorchDispatchMode):
         outputs = outputs or (inputs if writes else [])
         self._known.update(tensor.untyped_storage() for tensor in (*inputs, *outputs))
         if aten.startswith("_scaled_dot_product_") and not place.backward:
-            # The logarithms of sums beside it are minus infinity in masked rows.
+            # The logarithms of sums that it also returns are minus infinity in masked rows.
             outputs = outputs[:1]
         if outputs and not aten.startswith(("empty", "new_empty")):
             unknown = [] if writes else unknown
@@ -197,7 +197,7 @@ def _flags(tensors: list[Tensor]) -> _Flags:
     values = [tensor.detach() for tensor in tensors]
     nan, inf = values[0].isnan().any(), values[0].isinf().any()
     for value in values[1:]:
-        # Optimizers pass steps on the host beside parameters on a device.
+        # Optimizers pass steps on the host along with parameters on a device.
         if value.device == nan.device:
             nan, inf = nan | value.isnan().any(), inf | value.isinf().any()
     return _Flags(nan, inf)

@@ -54,7 +54,7 @@ def find_cure(replay: Replay, finding: Finding) -> Cure | None:
         try:
             current = replay.run(policy).finding
         except (MezzoError, RuntimeError):
-            # Not every op can run in float32 beside 16-bit weights.
+            # Not every op can run in float32 with 16-bit weights.
             break
     wider = _in_bfloat16(replay, finding)
     if wider is not None:

@@ -31,7 +31,7 @@ _CAST_FUNCTIONS = frozenset(
 """Names of the functions that a user casts with."""
 _CASTS = frozenset({"_to_copy", "copy_", "copy"})
 _UNCOUNTED = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh")
-"""Beginnings of the names of ops that compute nothing, beside views."""
+"""Beginnings of the names of ops that compute nothing, besides views."""
 _PACKAGE = str(Path(__file__).parents[1])
 
 

@@ -77,7 +77,7 @@ class GradientsRecord(Record):
     """Counts by parameter name."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return `[overflowed, underflowed, total]` for each name, and the zeros beside them."""
+        """Return `[overflowed, underflowed, total]` for each name, and besides them the zeros."""
         layers = {
             name: [one.overflowed, one.underflowed, one.total] for name, one in self.layers.items()
         }

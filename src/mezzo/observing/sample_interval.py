@@ -32,7 +32,7 @@ class SampleInterval:
         self._step_seconds = 0.0
         """Mean of the steps between the last samples; 0 if there were none."""
         self._spent = 0.0
-        """Seconds that samples have taken since the last choice, beside those of their steps."""
+        """Seconds that samples have taken since the last choice, besides those of their steps."""
 
     def begin(self, step: int, now: float) -> None:
         """Begin a sampled step."""

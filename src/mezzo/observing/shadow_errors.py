@@ -82,7 +82,7 @@ def shadow(
     scaler: Any = None,
     **overrides: Any,
 ) -> ShadowErrors:
-    """Run a batch forward and backward beside exact values, and return the error of every op.
+    """Run a batch forward and backward along with exact values, and return the error of every op.
 
     The exact values are computed op by op in float64 from the same weights and inputs: the error
     is that of the whole computation up to the op, and for float32 it is about 1e-7. Runs on a

@@ -1,4 +1,4 @@
-"""Run code beside a float64 shadow of every tensor, and find the first op that loses precision.
+"""Run code with a float64 shadow of every tensor, and find the first op that loses precision.
 
 Each ATen op runs twice: as it is, and on float64 copies of its inputs that were never rounded to 16
 bits. Views and in-place ops are repeated on the shadows, so that these alias as the tensors do.
@@ -351,7 +351,7 @@ def _unread_statistics(call: _Call) -> tuple[Any, ...]:
 
 def _lost_digits(result: Tensor, shadow: Shadow, call: _Call) -> bool:
     # Gradients may be zero but for rounding, such as that of a bias before a norm, and so may the
-    # statistics that a norm returns beside its result.
+    # statistics that a norm returns besides its result.
     if current_autograd_node() is not None or call.index or shadow.error < _LOST:
         return False
     return (

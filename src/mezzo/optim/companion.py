@@ -31,8 +31,8 @@ KEYS = frozenset({MASTER, *_SAMPLE_KEYS})
 """Keys that mezzo adds to the state of a parameter."""
 
 MASTERS = "mezzo_masters"
-"""Key in an optimizer's state dict, beside `state` and `param_groups`: companions of parameters for
-which the optimizer has no state yet. A plain optimizer ignores it."""
+"""Key in an optimizer's state dict, besides `state` and `param_groups`: companions of parameters
+for which the optimizer has no state yet. A plain optimizer ignores it."""
 
 SAMPLES = 128
 """The largest number of elements of a sample; a power of two, as the comparing kernel needs it."""

@@ -38,7 +38,7 @@ MODULE_RULES = (Rule.HALF, Rule.FULL, Rule.KEEP)
 
 def half_dtype(value: DtypeArg) -> torch.dtype | None:
     """Parse `dtype`; None stands for `"auto"`."""
-    return None if value in ("auto", None) else parse_dtype(value, beside=("auto",))
+    return None if value in ("auto", None) else parse_dtype(value, further=("auto",))
 
 
 def grad_dtype(value: DtypeArg) -> torch.dtype | None:

@@ -52,8 +52,8 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
 def explain_backward(error: RuntimeError) -> UnsupportedError | None:
     """Return an error with the remedy if the backward of an autograd.Function mixed dtypes.
 
-    Its forward runs in autocast and may save 16-bit tensors beside float32 ones. Its backward runs
-    without autocast.
+    Its forward runs in autocast and may save 16-bit tensors along with float32 ones. Its backward
+    runs without autocast.
     """
     if not _mixes_dtypes(error):
         return None

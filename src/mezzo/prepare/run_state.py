@@ -44,7 +44,7 @@ class Step(Accumulating, Protocol):
 
 
 class RunState:
-    """What a run needs beside its model and optimizer, for `torch.distributed.checkpoint`.
+    """What a run needs besides its model and optimizer, for `torch.distributed.checkpoint`.
 
     This is a `Stateful` of the scaler, the schedule, the counters of a training step, and the
     random states of every rank. A rank gets its own random state back if there are as many ranks

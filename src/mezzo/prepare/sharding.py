@@ -41,7 +41,7 @@ _ORDER = (
 )
 _DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)
 _STRICT = Selector.parse(BatchOrInstanceNorm)
-"""Layers whose kernels need float32 parameters beside their float32 statistics."""
+"""Layers whose kernels need float32 parameters besides their float32 statistics."""
 _OF_16_BIT_SHARDS = frozenset({Master.SPLIT, Master.KAHAN, Master.STOCHASTIC})
 
 

@@ -13,7 +13,7 @@ from mezzo.reporting.layers import HeatMap, heat_maps
 from mezzo.reporting.run_data import RankLog, RunData
 
 Figure = dict[str, Any]
-"""A figure of plotly: `data`, `layout`, and what the page's script needs beside them."""
+"""A figure of plotly: `data`, `layout`, and what the page's script needs besides."""
 
 _POINTS = 8000
 """Points of all ranks in a line; longer ones keep the least and greatest of each interval."""

@@ -237,7 +237,7 @@ class Step:
 
     @property
     def outputs(self) -> Any:
-        """What the last call returned beside its loss, as detached copies.
+        """What the last call returned besides its loss, as detached copies.
 
         That is the `aux` of a loss function or body that returned `(loss, aux)`; None if it
         returned the loss alone. No later call overwrites the copies. If the step is captured, plain

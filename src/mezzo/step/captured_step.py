@@ -82,7 +82,7 @@ class StepGraphs:
         after a graph of the forward and backward pass."""
 
     def recapture_key(self) -> list[Any]:
-        """Return what a captured update depends on beside its gradients."""
+        """Return what a captured update depends on besides its gradients."""
         scaler = self._executor.components.scaler
         return [
             self._executor.metrics.revision,

@@ -19,7 +19,7 @@ def module_modes(
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Return `training` of each module and `requires_grad` of each parameter.
 
-    A step may depend on these beside its inputs.
+    A step may depend on these besides its inputs.
     """
     return tuple(map(_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters))
 

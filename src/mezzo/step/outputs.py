@@ -21,11 +21,11 @@ class Returned(NamedTuple):
     loss: torch.Tensor | None
     """The loss; None if there is none."""
     aux: Any
-    """What was returned beside the loss; None if nothing was."""
+    """What was returned besides the loss; None if nothing was."""
 
 
 def split_loss(returned: Any) -> Returned:
-    """Return the loss and what was returned beside it.
+    """Return the loss, and what was returned besides.
 
     That is `(loss, aux)`, also with several values after the loss, or an object or mapping with a
     `loss`, which is then itself the aux.

@@ -270,7 +270,7 @@ class TrainStep(Step):
 
     @property
     def outputs(self) -> Any:
-        """What the last call returned beside its loss, as detached copies.
+        """What the last call returned besides its loss, as detached copies.
 
         That is the `aux` of a loss function that returned `(loss, aux)`, or with `keep_outputs` the
         model's output; None if the loss function returned the loss alone. No later call overwrites
