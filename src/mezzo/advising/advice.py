@@ -188,10 +188,10 @@ def best_half(times: Sequence[SettingTime]) -> SettingTime | None:
     return max(ran, key=lambda timed: timed.gain or 0.0, default=None)
 
 
-def _preference(one: SettingTime) -> tuple[int, float, bool]:
+def _preference(timed: SettingTime) -> tuple[int, float, bool]:
     """Order equally fast settings: bfloat16 needs no scaler, then less memory, then eager."""
     order = [Precision.FLOAT32, Precision.TF32, Precision.BFLOAT16, Precision.FLOAT16]
-    return order.index(one.setting.precision), one.memory or 0, one.setting.captured
+    return order.index(timed.setting.precision), timed.memory or 0, timed.setting.captured
 
 
 def _times(gain: float | None) -> str:

@@ -136,11 +136,11 @@ def _like(optimizer: Optimizer, group: dict[str, Any]) -> MakeOptimizer:
 
 def _instances(argument: Optimizer | list[Any] | tuple[Any, ...]) -> tuple[Optimizer, ...]:
     optimizers = (argument,) if isinstance(argument, Optimizer) else tuple(argument)
-    for one in optimizers:
-        if not isinstance(one, Optimizer):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
             raise PolicyError(
-                f"optimizer has {one!r}, which is not a torch.optim.Optimizer. Pass one name or"
-                " class, or a list of the model's optimizers."
+                f"optimizer has {optimizer!r}, which is not a torch.optim.Optimizer. Pass one name"
+                " or class, or a list of the model's optimizers."
             )
     if not any(parameters(optimizer) for optimizer in optimizers):
         raise PolicyError(

@@ -49,12 +49,12 @@ def padded(size: int, to: int) -> int:
 def matrix_sizes(subject: Subject) -> Found:
     """Find matrix products whose columns or inner size is not a multiple of 8 or 16."""
     to = multiple(subject)
-    for one, where in _costly(subject, to):
-        rows, columns, inner = one.sizes
+    for product, where in _costly(subject, to):
+        rows, columns, inner = product.sizes
         wanted = (rows, padded(columns, to or 1), padded(inner, to or 1))
-        if one.kernel or wanted == one.sizes:
+        if product.kernel or wanted == product.sizes:
             continue
-        gain = _measured(subject, one, wanted)
+        gain = _measured(subject, product, wanted)
         if gain is not None and gain < _USEFUL:
             continue
         names = {"columns": (columns, wanted[1]), "inner size": (inner, wanted[2])}

@@ -83,10 +83,10 @@ def _check_types(part: Comparison | ModeResult | Documented) -> None:
         value = getattr(part, field.name)
         names = str(field.type).split(" | ")
         if all(name in _TYPES for name in names):
-            values, allowed = [value], tuple(one for name in names for one in _TYPES[name])
+            values, allowed = [value], tuple(kind for name in names for kind in _TYPES[name])
         elif str(field.type) == "tuple[float, ...]":
             values, allowed = list(value), _TYPES["float"]
         else:
             continue
-        if not all(isinstance(one, allowed) for one in values):
+        if not all(isinstance(entry, allowed) for entry in values):
             raise TypeError(f"{field.name} is {value!r}")

@@ -283,18 +283,18 @@ def _output_errors(expected: Any, found: Any) -> tuple[TensorError, ...]:
             " Compare it with the model that was converted."
         )
     pairs = [
-        (name, one, other)
-        for (name, one), (_, other) in zip(left, right, strict=True)
-        if isinstance(other, torch.Tensor)
+        (name, reference, output)
+        for (name, reference), (_, output) in zip(left, right, strict=True)
+        if isinstance(output, torch.Tensor)
     ]
-    for name, one, other in pairs:
-        if not isinstance(one, torch.Tensor) or one.shape != other.shape:
+    for name, reference, output in pairs:
+        if not isinstance(reference, torch.Tensor) or reference.shape != output.shape:
             raise ConversionError(
-                f"The output {name!r} has shape {tuple(other.shape)}, and in the reference"
-                f" {tuple(getattr(one, 'shape', ()))}. Compare it with the model that was"
+                f"The output {name!r} has shape {tuple(output.shape)}, and in the reference"
+                f" {tuple(getattr(reference, 'shape', ()))}. Compare it with the model that was"
                 " converted."
             )
-    return tuple(tensor_error(one, other, name) for name, one, other in pairs)
+    return tuple(tensor_error(reference, output, name) for name, reference, output in pairs)
 
 
 def _names(leaves: list[tuple[str, Any]]) -> str:

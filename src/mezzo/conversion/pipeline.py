@@ -356,5 +356,5 @@ def _cast_examples(exported: ExportedProgram, module: GraphModule) -> Any:
     )
     return map_tensors(
         exported.example_inputs,
-        lambda one: one.to(dtype=next(dtypes)) if one.is_floating_point() else one,
+        lambda tensor: tensor.to(dtype=next(dtypes)) if tensor.is_floating_point() else tensor,
     )

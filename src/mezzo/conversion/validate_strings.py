@@ -324,7 +324,7 @@ def _is_context(kind: str, registered: Any, context: Any) -> bool:
     """
     if registered.from_dumpable_context is None:
         return isinstance(context, str) and all(
-            _is_plain(one) for one in _flat(json.loads(context))
+            _is_plain(value) for value in _flat(json.loads(context))
         )
     if kind == "collections.defaultdict":
         factory = (
@@ -332,7 +332,7 @@ def _is_context(kind: str, registered: Any, context: Any) -> bool:
             and context.get("default_factory_module") == "builtins"
             and context.get("default_factory_name") in _FACTORIES
         )
-        return factory and all(_is_plain(one) for one in _flat(context.get("dict_context")))
+        return factory and all(_is_plain(value) for value in _flat(context.get("dict_context")))
     named = (
         pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(context)
         if kind == "collections.namedtuple" and isinstance(context, str)

@@ -247,8 +247,8 @@ class MezzoOptimizer(_optimizer.AcceleratedOptimizer):  # type: ignore[misc,name
         return self._result.skipped
 
 
-def _is_new(one: Any, kind: type) -> bool:
-    return isinstance(one, kind) and not getattr(one, "_is_accelerate_prepared", False)
+def _is_new(candidate: Any, kind: type) -> bool:
+    return isinstance(candidate, kind) and not getattr(candidate, "_is_accelerate_prepared", False)
 
 
 def _refuse_plain(optimizers: list[Optimizer]) -> None:

@@ -201,8 +201,8 @@ def _matched(
             yield it, match
 
 
-def _key(one: Fingerprint) -> tuple[Any, ...]:
-    return one.direction, one.module, one.op, one.index
+def _key(fingerprint: Fingerprint) -> tuple[Any, ...]:
+    return fingerprint.direction, fingerprint.module, fingerprint.op, fingerprint.index
 
 
 def _difference(first: Fingerprint, second: Fingerprint) -> float:

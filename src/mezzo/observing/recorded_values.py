@@ -142,9 +142,9 @@ def _numbers(tensor: Tensor) -> list[float]:
     return numbers
 
 
-def _is_value(one: Any) -> bool:
-    is_dense = isinstance(one, Tensor) and one.layout == torch.strided
-    return is_dense and one.is_floating_point() and one.numel() > 0
+def _is_value(value: Any) -> bool:
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_dense and value.is_floating_point() and value.numel() > 0
 
 
 def record_values(
@@ -195,15 +195,15 @@ def record_values(
     return values
 
 
-def _unscaled(one: Fingerprint, scale: float) -> Fingerprint:
-    if one.direction == "forward" or scale == 1.0:
-        return one
+def _unscaled(fingerprint: Fingerprint, scale: float) -> Fingerprint:
+    if fingerprint.direction == "forward" or scale == 1.0:
+        return fingerprint
     return replace(
-        one,
-        rms=one.rms / scale,
-        max=one.max / scale,
-        mean=one.mean / scale,
-        sample=tuple(value / scale for value in one.sample),
+        fingerprint,
+        rms=fingerprint.rms / scale,
+        max=fingerprint.max / scale,
+        mean=fingerprint.mean / scale,
+        sample=tuple(value / scale for value in fingerprint.sample),
     )
 
 

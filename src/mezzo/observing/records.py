@@ -79,9 +79,10 @@ class GradientsRecord(Record):
     def to_json(self) -> dict[str, Any]:
         """Return `[overflowed, underflowed, total]` for each name, and besides them the zeros."""
         layers = {
-            name: [one.overflowed, one.underflowed, one.total] for name, one in self.layers.items()
+            name: [counts.overflowed, counts.underflowed, counts.total]
+            for name, counts in self.layers.items()
         }
-        zeros = {name: one.zeros for name, one in self.layers.items()}
+        zeros = {name: counts.zeros for name, counts in self.layers.items()}
         return super().to_json() | {"layers": layers, "zeros": zeros}
 
 
@@ -132,7 +133,9 @@ class TensorsRecord(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics as plain data."""
-        return super().to_json() | {"stats": {name: vars(one) for name, one in self.stats.items()}}
+        return super().to_json() | {
+            "stats": {name: vars(counts) for name, counts in self.stats.items()}
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

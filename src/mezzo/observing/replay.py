@@ -332,16 +332,16 @@ class _Backward:
     def _is_finite(self, loss: Tensor, scale: float) -> bool:
         # Not torch.autograd.grad, which reentrant checkpoints refuse.
         before = [parameter.grad for parameter in self.parameters]
-        for one in self.parameters:
-            one.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
         try:
             torch.autograd.backward(loss, self._seed(loss, scale), retain_graph=True)
             gradients = [
                 parameter.grad for parameter in self.parameters if parameter.grad is not None
             ]
         finally:
-            for one, gradient in zip(self.parameters, before, strict=True):
-                one.grad = gradient
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
             for leaf in self._outside:
                 leaf.grad = None
         values = [

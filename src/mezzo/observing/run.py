@@ -299,12 +299,12 @@ class Run:
         rows: list[list[int]] = copy.values()  # type: ignore[assignment]
         by_parameter = attachment.counts.by_parameter(rows)
         self._gradients = {
-            attachment.name_of(index): one for index, one in sorted(by_parameter.items())
+            attachment.name_of(index): counts for index, counts in sorted(by_parameter.items())
         }
         last, self._logged_gradients = self._logged_gradients, self._gradients
         layers = {
-            name: one.minus(last[name]) if name in last else one
-            for name, one in self._gradients.items()
+            name: counts.minus(last[name]) if name in last else counts
+            for name, counts in self._gradients.items()
         }
         return [GradientsRecord(step=number, time=self._time(), layers=layers)]
 

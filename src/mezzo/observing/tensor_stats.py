@@ -102,11 +102,13 @@ def sample_all(
     tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor] | None = None
 ) -> list[SampledTensor]:
     """Sample tensors of floating-point values, which are on one device. Does not synchronize."""
-    here = [local(tensor) for tensor in tensors]
-    values = copied([places_of(*one) for one in zip(here, likes or here, strict=True)])
+    local_tensors = [local(tensor) for tensor in tensors]
+    values = copied(
+        [places_of(*one) for one in zip(local_tensors, likes or local_tensors, strict=True)]
+    )
     return [
         SampledTensor(value, one.numel(), one.dtype, largest)
-        for value, largest, one in zip(values, _largest(here), here, strict=True)
+        for value, largest, one in zip(values, _largest(local_tensors), local_tensors, strict=True)
     ]
 
 

@@ -244,9 +244,9 @@ def _with_escapes(value: Any) -> Any:
     {'reason': '\\x1b[2J'}
     """
     if isinstance(value, dict):
-        return {_with_escapes(name): _with_escapes(one) for name, one in value.items()}
+        return {_with_escapes(name): _with_escapes(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_escapes(one) for one in value]
+        return [_with_escapes(item) for item in value]
     if not isinstance(value, str) or value.isprintable():
         return value
     return "".join(

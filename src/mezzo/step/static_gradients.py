@@ -75,7 +75,9 @@ class StaticGradients:
 
     def were_added_to(self, versions: list[int], gradients: Gradients) -> bool:
         """Return whether a call since then has added to all of them, and to no others."""
-        are_same = [id(one) for _, one in gradients] == [id(one) for _, one in self._static]
+        are_same = [id(gradient) for _, gradient in gradients] == [
+            id(gradient) for _, gradient in self._static
+        ]
         return are_same and all(map(ne, versions, self.versions()))
 
     def note_eager_call(self, gradients: Gradients) -> bool:
