@@ -126,7 +126,7 @@ def _parts(
 ) -> dict[str, Any]:
     """Return the content of a file."""
     models = _models(model)
-    states = [optimizer_state(owner, models) for owner in optimizers_of(optimizer)]
+    states = [optimizer_state(member, models) for member in optimizers_of(optimizer)]
     return {
         "step": None if step is None else step.state_dict(),
         "model": None if model is None else [exact_state_dict(module) for module in models],

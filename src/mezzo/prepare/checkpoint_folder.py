@@ -165,7 +165,7 @@ def _drop_missing(states: dict[str, Any], prefix: str, saved: set[str]) -> None:
     """Remove the states of parameters that had none when the checkpoint was saved."""
     present = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     prefixes = {name[:place] for name in present for place in _dots(name)}
-    for name in [state for state in states if state not in prefixes]:
+    for name in set(states) - prefixes:
         del states[name]
 
 

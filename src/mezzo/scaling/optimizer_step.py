@@ -54,8 +54,8 @@ def bindings_of(optimizer: Optimizer) -> list[FusedStepProtocol]:
     if type(optimizer).__module__.startswith("torch.optim."):
         # No search at every step: torch's optimizers wrap none.
         return []
-    inner = (binding_of(inner) for inner in inner_optimizers(optimizer).values())
-    return [binding for binding in inner if binding is not None]
+    bindings = map(binding_of, inner_optimizers(optimizer).values())
+    return [binding for binding in bindings if binding is not None]
 
 
 def _collect(optimizer: Optimizer, path: str, found: dict[str, Optimizer], seen: set[int]) -> None:

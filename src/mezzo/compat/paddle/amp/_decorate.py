@@ -262,7 +262,7 @@ def _undo_earlier(models: list[nn.Module], optimizers: list[torch.optim.Optimize
     for decoration in decorations:
         if all(
             any(optimizer is other for other in optimizers) for optimizer in decoration.optimizers
-        ) and all(any(one is other for other in models) for one in decoration.models):
+        ) and all(any(model is other for other in models) for model in decoration.models):
             decoration.undo()
 
 
