@@ -89,6 +89,8 @@ class _Stack(list[Entered]):
 
 
 class _Thread(threading.local):
+    """What each thread knows of its regions, its compilation and its export."""
+
     def __init__(self) -> None:
         self.stack = _Stack()
         self.compiled: object = None

@@ -236,6 +236,8 @@ class _OnImport(importlib.abc.MetaPathFinder):
 
 
 class _HookingLoader(importlib.abc.Loader):
+    """A loader that runs a hook after it has executed its module."""
+
     def __init__(self, loader: Any, hook: Callable[[ModuleType], None]) -> None:
         self._loader, self._hook = loader, hook
 

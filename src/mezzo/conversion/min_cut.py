@@ -19,6 +19,8 @@ those leaves rounding errors."""
 
 
 class _Terminal(Enum):
+    """The two ends of the flow network."""
+
     SOURCE = "source"
     SINK = "sink"
 

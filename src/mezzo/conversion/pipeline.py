@@ -129,6 +129,8 @@ def _emit_event(
 
 
 class _PlannedProgram(NamedTuple):
+    """An exported program with the plans of its graphs."""
+
     exported: ExportedProgram
     """The weights and signature that belong to the graphs."""
     subgraphs: list[Subgraph]

@@ -64,6 +64,8 @@ class Logger(Protocol):
 
 @runtime_checkable
 class _HistogramLogger(Logger, Protocol):
+    """A logger that takes histograms too."""
+
     def log_histogram(self, step: int, name: str, counts: Mapping[int, int]) -> None:
         """Log how many values have which exponent."""
 

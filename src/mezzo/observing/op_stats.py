@@ -147,6 +147,8 @@ class OpStats:
 
 
 class _Key(NamedTuple):
+    """What calls are counted by."""
+
     module: str
     op: str
     dtype: str
@@ -154,6 +156,8 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Counts:
+    """Counts of one op with one dtype in one module; see `OpRow`."""
+
     calls: int = 0
     casts_in: int = 0
     casts_out: int = 0
@@ -222,6 +226,8 @@ class _CastFunctions(TorchFunctionMode):
 
 
 class _CountingMode(TorchDispatchMode):
+    """Counts every op that runs, and follows which tensors are results of casts."""
+
     def __init__(
         self,
         counts: dict[_Key, _Counts],

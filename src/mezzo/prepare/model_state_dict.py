@@ -79,6 +79,8 @@ class _Hook:
 
 
 class _AfterSave(_Hook):
+    """Replaces 16-bit weights in a saved state dict by exact ones."""
+
     def __init__(
         self, weights: HalfWeights, saved: dict[torch.Tensor, tuple[str, ref[torch.Tensor]]]
     ) -> None:
@@ -109,6 +111,8 @@ class _AfterSave(_Hook):
 
 
 class _BeforeLoad(_Hook):
+    """Keeps the exact values of a state dict before torch loads it."""
+
     def __init__(self, weights: HalfWeights, loading: dict[torch.Tensor, torch.Tensor]) -> None:
         self._weights, self._loading = weights, loading
 
@@ -138,6 +142,8 @@ class _BeforeLoad(_Hook):
 
 
 class _AfterLoad(_Hook):
+    """Sets the exact weights after torch has loaded rounded ones."""
+
     def __init__(self, decoration: Decoration, loading: dict[torch.Tensor, torch.Tensor]) -> None:
         self.decoration, self._loading = decoration, loading
 

@@ -106,6 +106,8 @@ class PlannedTensor:
 
 
 class _Decision(NamedTuple):
+    """The new dtype of a tensor, whether it gets a master, and why."""
+
     dtype: torch.dtype
     master: bool
     reason: str

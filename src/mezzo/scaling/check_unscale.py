@@ -184,6 +184,8 @@ process: nothing shows when such a graph is freed."""
 
 
 class _Capture(threading.local):
+    """Tables that the capture of this thread reads; None outside of captures."""
+
     tables: list[Any] | None = None
 
 

@@ -47,6 +47,8 @@ class ScaleSnapshot:
 
 
 class _CopiedCounters(NamedTuple):
+    """Counters of a scale that are being copied to the host, with their step."""
+
     step: int
     counters: AsyncCopy
     rule: ScaleRule

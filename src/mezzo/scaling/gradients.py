@@ -293,6 +293,8 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _SavedGradient(NamedTuple):
+    """The gradient that a parameter had before a block."""
+
     parameter: torch.Tensor
     gradient: torch.Tensor | None
 

@@ -165,6 +165,8 @@ def scaling_info(
 
 @dataclass(slots=True)
 class _Running:
+    """A scheduler whose schedule runs on the device."""
+
     scheduler: LRScheduler
     schedule: DeviceSchedule
     good: torch.Tensor

@@ -29,6 +29,8 @@ _ENABLED_POSITION = 5
 
 @dataclass(frozen=True)
 class _Settings:
+    """Arguments of the scaler that are not part of its rule or its state."""
+
     collapse_patience: int
     on_collapse: OnCollapse
     reduce_found_inf: Callable[[torch.Tensor], object] | None

@@ -53,6 +53,8 @@ class LaggingSchedule(ABC):
 
 @dataclass(frozen=True)
 class _Sync:
+    """The schedule that an optimizer and its schedulers are updated from."""
+
     schedule: LaggingSchedule
     schedulers: tuple[LRScheduler, ...]
 

@@ -155,6 +155,8 @@ NO_SOURCE = KnownSource()
 
 
 class _FlagRow(NamedTuple):
+    """Parameters that were checked together, and where their flags are."""
+
     flags: Callable[[], torch.Tensor]
     """Returns one flag per parameter, nonzero if its gradient was not finite."""
     parameters: Sequence[torch.Tensor]
