@@ -2,7 +2,8 @@
 
 Each function measures a part that no public call runs alone: the checking kernel without the
 optimizer, the planning of a graph without its export, the memory of a step without its tables.
-The results of `mezzo compare` and their tables are here too, which only the command shows.
+The results of `mezzo compare`, their tables and its language model are here too, which only the
+command shows.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.comparing.builtin_workloads import WORKLOADS, load_workload
 from mezzo.comparing.charts import color_of
 from mezzo.comparing.comparison import Comparison
 from mezzo.comparing.modes import float32_products
-from mezzo.comparing.registry import WORKLOADS, load_workload
+from mezzo.comparing.networks import LanguageModel
 from mezzo.comparing.stored import stored_results
 from mezzo.comparing.table import documented_table, machine_name, machine_table, mode_table
 from mezzo.comparing.verdict import verdict
@@ -37,6 +39,7 @@ from mezzo.scaling.check_unscale import check_and_unscale
 __all__ = [
     "Comparison",
     "Documented",
+    "LanguageModel",
     "Table",
     "check_and_unscale",
     "color_of",

@@ -1,4 +1,4 @@
-"""Cost of gradient scaling beside a plain optimizer step, compared with torch's scaler.
+"""Cost of gradient scaling in addition to a plain optimizer step, compared with torch's scaler.
 
 On a CPU: 400 parameters with fresh gradients; the overhead is the time with a scaler minus the time
 without. On CUDA: a whole step of a small network with a fused optimizer, where torch's scaler does

@@ -1,4 +1,4 @@
-"""What the site needs beside mkdocs: links that leave docs/, and examples in docstrings."""
+"""What the site needs besides mkdocs: links that leave docs/, and examples in docstrings."""
 
 from __future__ import annotations
 

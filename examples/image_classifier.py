@@ -1,6 +1,6 @@
 """Train a residual network on images at O2, with checkpoints and a report of the run.
 
-Shows: `TrainStep` with a schedule, clipping and an accuracy beside the loss; `EMA`, evaluated by
+Shows: `TrainStep` with a schedule, clipping and an accuracy besides the loss; `EMA`, evaluated by
 `EvalStep`; checkpoints from which `--resume` continues to the bit; `observe` and `write_report`.
 
     python examples/image_classifier.py                          # scikit-learn's digits, 8 × 8
@@ -72,7 +72,7 @@ def load_cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
 
 
 def with_accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, and beside it the accuracy of this batch."""
+    """Return the loss, and besides it the accuracy of this batch."""
     accuracy = (logits.argmax(dim=1) == labels).float().mean()
     return F.cross_entropy(logits, labels), {"accuracy": accuracy}
 

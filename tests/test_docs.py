@@ -17,12 +17,13 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 import typer
+from support.accelerate_state import reset_accelerate_state
 from support.pages import DOCS, blocks, page_name, pages, run_in_process, run_page
 
 import mezzo
 from mezzo.autocasting import arguments
 from mezzo.cli.app import app
-from mezzo.observing.op_table import OpRow
+from mezzo.observing.op_stats_table import OpRow
 
 ROOT = DOCS.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -40,11 +41,10 @@ def pages_with(language: str) -> list[object]:
 @pytest.fixture
 def fresh_accelerate():
     """Reset the settings that Accelerate shares between all its objects, before and after."""
-    state = pytest.importorskip("accelerate.state")
-    state.AcceleratorState._reset_state(reset_partial_state=True)
+    pytest.importorskip("accelerate.state")
+    reset_accelerate_state()
     yield
-    state.AcceleratorState._reset_state(reset_partial_state=True)
-    state.GradientState._reset_state()
+    reset_accelerate_state()
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

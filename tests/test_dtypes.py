@@ -71,7 +71,7 @@ def test_further_values_of_the_caller_are_named_among_the_choices():
     with pytest.raises(
         PolicyError, match=r"Choose one of: auto, float16, bfloat16\. Did you mean 'auto'\?$"
     ):
-        parse_dtype("atuo", beside=("auto",))
+        parse_dtype("atuo", further=("auto",))
 
 
 def test_a_known_dtype_that_is_not_allowed_gets_no_suggestion():

@@ -64,10 +64,10 @@ ALLOWED_WRITES = {
     "compat/torch/__init__.py": {"module": _PATCHED, "replaced.module": _PATCHED},
     "compat/torch/_autocast.py": {"decorated": "a mark on a function, which torch.jit reads"},
     "integrations/accelerate.py": {"target._mezzo": _ACCELERATOR, "target.scaler": _ACCELERATOR},
-    "observing/attach.py": {"owner": _PATCHED, "self._owner": _PATCHED},
+    "observing/attachments.py": {"owner": _PATCHED, "self._owner": _PATCHED},
     "parallel/process_groups.py": {"distributed.ProcessGroup": _PATCHED},
     "prepare/rollback.py": {"parameter": "the gradient of a parameter"},
-    "scaling/schedule_sync.py": {"one": "the class of a scheduler or an optimizer of the user"},
+    "scaling/schedule_sync.py": {"target": "the class of a scheduler or an optimizer of the user"},
 }
 """Attributes of other objects that mezzo may write: the files, the targets and the reasons."""
 

@@ -39,11 +39,11 @@ def parse_dtype(
     *,
     allowed: tuple[torch.dtype, ...] = HALF_DTYPES,
     what: str = "dtype",
-    beside: tuple[str, ...] = (),
+    further: tuple[str, ...] = (),
 ) -> torch.dtype:
     """Return the dtype of a name or a torch dtype; raise `PolicyError` if it is not allowed.
 
-    `what` is the name of the argument. `beside` are further values that the caller accepts, such
+    `what` is the name of the argument. `further` are other values that the caller accepts, such
     as "auto": the message lists them.
 
     >>> parse_dtype("bf16")
@@ -53,7 +53,7 @@ def parse_dtype(
     if dtype in allowed:
         return dtype
     shown = repr(value) if isinstance(value, str) else str(value)
-    known = [*beside, *(dtype_name(one) for one in allowed)]
+    known = [*further, *(dtype_name(dtype) for dtype in allowed)]
     suggestion = nearest(value, known) if isinstance(value, str) and dtype is None else ""
     raise PolicyError(
         f"{what}={shown} is not a dtype that can be used here. {choices(known)}{suggestion}"

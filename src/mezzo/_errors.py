@@ -94,16 +94,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("attention", ["flatten", "scaled_dot_product_attention"])
     " Did you mean 'scaled_dot_product_attention' or 'flatten'?"
     """
-    spelling = {one.lower(): one for one in known}
+    spelling = {name.lower(): name for name in known}
     wanted = name.lower()
     close = get_close_matches(wanted, spelling, n=_MAX_SUGGESTIONS, cutoff=0.6)
-    almost = [one for one in close if SequenceMatcher(a=one, b=wanted).ratio() >= _CLOSE_RATIO]
+    almost = [name for name in close if SequenceMatcher(a=name, b=wanted).ratio() >= _CLOSE_RATIO]
     longer = (
-        sorted((one for one in spelling if wanted in one), key=len)
+        sorted((name for name in spelling if wanted in name), key=len)
         if len(wanted) >= _MIN_CONTAINED
         else []
     )
-    matches = [spelling[one] for one in dict.fromkeys((*almost, *longer, *close))]
+    matches = [spelling[name] for name in dict.fromkeys((*almost, *longer, *close))]
     suggested = " or ".join(repr(match) for match in matches[:_MAX_SUGGESTIONS])
     return f" Did you mean {suggested}?" if suggested else ""
 

@@ -193,4 +193,4 @@ def listen(sink: Sink | None = None) -> Iterator[list[Event]]:
         yield events
     finally:
         with _lock:
-            _sinks = tuple(one for one in _sinks if one is not registered)
+            _sinks = tuple(sink for sink in _sinks if sink is not registered)

@@ -176,6 +176,6 @@ def run_kernel(
 def triton_dtype(dtype: torch.dtype) -> Any:
     """Return Triton's dtype for a torch dtype."""
     # Triton is optional, and slow to import.
-    import triton.language as tl  # type: ignore[import-untyped] # noqa: PLC0415
+    import triton.language as tl  # noqa: PLC0415
 
     return getattr(tl, dtype_name(dtype))

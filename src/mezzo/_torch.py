@@ -346,7 +346,10 @@ def _one_by_one(name: str) -> Callable[..., list[Any]]:
     method: Callable[..., Any] = _METHODS[name] if name in _METHODS else getattr(torch.Tensor, name)
 
     def run(tensors: Sequence[torch.Tensor], *operands: Any, **options: Any) -> list[Any]:
-        rows = [one if isinstance(one, list | tuple) else [one] * len(tensors) for one in operands]
+        rows = [
+            operand if isinstance(operand, list | tuple) else [operand] * len(tensors)
+            for operand in operands
+        ]
         return [
             method(tensor, *row, **options) for tensor, *row in zip(tensors, *rows, strict=True)
         ]
@@ -532,7 +535,7 @@ def fsdp_groups(model: nn.Module) -> list[FsdpGroup]:
     return [
         FsdpGroup(
             module,
-            [one.sharded_param for one in _attribute(group, "fsdp_params")],
+            [parameter.sharded_param for parameter in _attribute(group, "fsdp_params")],
             _group_policy(group),
             _attribute(state, "_is_root") is not None,
             partial(_set_policy, state, group),
@@ -558,7 +561,7 @@ def _fsdp_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     return list(reversed(states.values()))
 
 
-def set_sharded_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+def set_sharded_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
     """Set the data of a parameter that is a DTensor to a DTensor of any dtype.
 
     Setting `.data` alone changes what dtype the parameter has, and not its local tensor.
@@ -581,8 +584,8 @@ def _group_policy(group: Any) -> Any:
 
     Since torch 2.15 a parameter can have another one, by the policy's `param_dtype_override_fn`.
     """
-    first, *others = [_attribute(one, "mp_policy") for one in group.fsdp_params]
-    if any(one != first for one in others):
+    first, *others = [_attribute(parameter, "mp_policy") for parameter in group.fsdp_params]
+    if any(policy != first for policy in others):
         raise UnsupportedError(
             "Parameters that FSDP2 gathers together have several dtypes: its policy has a"
             " param_dtype_override_fn. Leave mp_policy out of fully_shard(...), and shard modules"
@@ -595,9 +598,9 @@ def _set_policy(state: Any, group: Any, policy: Any) -> None:
     # The state casts inputs and outputs of forward, parameters choose the dtypes of collectives;
     # before torch 2.15 their group does.
     state._mp_policy = policy
-    for one in (group, *group.fsdp_params):
-        if hasattr(one, "mp_policy"):
-            one.mp_policy = policy
+    for owner in (group, *group.fsdp_params):
+        if hasattr(owner, "mp_policy"):
+            owner.mp_policy = policy
 
 
 def fsdp_reduce_dtype(policy: Any, stored: torch.dtype) -> torch.dtype:
@@ -656,7 +659,7 @@ def fsdp_reset_refusal(model: nn.Module) -> str | None:
     for _, state in _fsdp_states(model):
         context, groups = _attribute(state, "_state_ctx"), _param_groups(state)
         owners = [(state, "_training_state"), (state, "_comm_ctx"), (context, "iter_forward_root")]
-        owners += [(one, name) for one in groups for name in ("_training_state", "_to_sharded")]
+        owners += [(group, name) for group in groups for name in ("_training_state", "_to_sharded")]
         for owner, name in owners:
             if not hasattr(owner, name):
                 return f"torch {torch.__version__} has no {type(owner).__name__}.{name}"
@@ -700,7 +703,7 @@ def shards(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
     Without the checks of `to_local`, which take microseconds for each.
     """
-    return [getattr(one, "_local_tensor", one) for one in tensors]
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
 def torch_scaler_flags(scaler: Any) -> list[torch.Tensor]:

@@ -111,12 +111,12 @@ def run_programs(preset, device, steps, progress=lambda mode: None):
 @pytest.fixture
 def workloads(monkeypatch):
     """Replace the built-in workloads by small ones, one of which cannot be loaded."""
-    registry = types.ModuleType("mezzo.comparing.registry")
+    registry = types.ModuleType("mezzo.comparing.builtin_workloads")
     registry.WORKLOADS = {"first": "a first one", "broken": "one that fails", "last": "a last one"}
     registry.load_workload = load_workload
     programs = types.ModuleType("mezzo.comparing.paddle_runs")
     programs.run_programs, programs.PROGRAMS = run_programs, ("dynamic O1",)
-    monkeypatch.setitem(sys.modules, "mezzo.comparing.registry", registry)
+    monkeypatch.setitem(sys.modules, "mezzo.comparing.builtin_workloads", registry)
     monkeypatch.setitem(sys.modules, "mezzo.comparing.paddle_runs", programs)
 
 

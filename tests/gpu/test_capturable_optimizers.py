@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import mezzo
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.capturable_step import CapturableBinding
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.muon_step import orthogonalize

@@ -14,9 +14,9 @@ STEPS = 20
 
 
 def load_workload(name, preset):
-    from mezzo.comparing import registry
+    from mezzo.comparing import builtin_workloads
 
-    return registry.load_workload(name, preset)
+    return builtin_workloads.load_workload(name, preset)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

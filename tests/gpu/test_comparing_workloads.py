@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.comparing.builtin_workloads import WORKLOADS, load_workload
 from mezzo.comparing.detector import detection_loss
 from mezzo.comparing.paddle_runs import run_programs
-from mezzo.comparing.registry import WORKLOADS, load_workload
 from mezzo.comparing.workload import Preset
 
 pytestmark = [

@@ -11,7 +11,7 @@ from support.kernel_cases import fresh_seed
 from torch import nn
 
 import mezzo
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.master_weights import MasterWeights
 
 pytestmark = [

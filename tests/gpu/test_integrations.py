@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.accelerate_state import reset_accelerate_state
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -126,10 +127,9 @@ def test_fabric_trains_as_the_plain_loop(level: str) -> None:
 @pytest.fixture
 def accelerate() -> Iterator[Any]:
     package = pytest.importorskip("accelerate")
-    package.state.AcceleratorState._reset_state(reset_partial_state=True)
+    reset_accelerate_state()
     yield package
-    package.state.AcceleratorState._reset_state(reset_partial_state=True)
-    package.state.GradientState._reset_state()
+    reset_accelerate_state()
 
 
 @LEVELS

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.accelerate_state import reset_accelerate_state
 from torch import nn
 
 import mezzo
@@ -15,19 +16,6 @@ INF = torch.full((4, 4), torch.inf)
 LIMIT = 1e-2
 """A norm below that of every gradient."""
 LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    """Reset the state that all accelerators share, which a doctest may have created."""
-    reset_state()
-    yield
-    reset_state()
-
-
-def reset_state():
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
 
 
 def make_model():
@@ -214,7 +202,7 @@ def test_a_model_that_is_prepared_alone_is_moved_before_it_is_decorated(level):
         accelerator = use(accelerate.Accelerator(cpu=True), level, dtype="bfloat16")
         getattr(accelerator, prepare)(Watched(4, 2).eval())
         assert plain_at_moves[0]
-        reset_state()
+        reset_accelerate_state()
 
 
 def test_a_decorated_model_keeps_its_policy():

@@ -35,19 +35,6 @@ LEVELS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    """Reset the state that all accelerators share."""
-    reset_state()
-    yield
-    reset_state()
-
-
-def reset_state():
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

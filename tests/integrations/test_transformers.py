@@ -17,19 +17,6 @@ VALUES = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(0))
 LEVELS = [("O1", "bfloat16"), ("O1", "float16"), ("O2", "bfloat16"), ("O2", "float16")]
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    """Reset the state that all accelerators share, which a doctest may have created."""
-    reset_state()
-    yield
-    reset_state()
-
-
-def reset_state():
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
-
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

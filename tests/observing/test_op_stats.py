@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.observing.op_table import OpRow
+from mezzo.observing.op_stats_table import OpRow
 
 
 class Network(nn.Module):

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mezzo
 from mezzo import _launch
 from mezzo.optim import fused_tables
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.fused_step import FusedBinding
 from mezzo.optim.fused_tables import LaunchPlan
 from mezzo.optim.master_weights import MasterWeights

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from mezzo import _launch
 from mezzo.optim import capturable_step, flat_values
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.capturable_step import CapturableBinding
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.optim.state_dict import hook_state_dict

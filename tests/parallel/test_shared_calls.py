@@ -25,8 +25,9 @@ from mezzo._torch import communication_hooks, group_timeout, renew_reducer, rese
 from mezzo.parallel.ddp import Replicas
 from mezzo.parallel.process_groups import HostGroup
 from mezzo.prepare.sharding import sharding_obstacle
-from mezzo.step import capture
-from mezzo.step.capture import CaptureRunner
+from mezzo.step import warm_up
+from mezzo.step.capture_runner import CaptureRunner
+from mezzo.step.options import Capture
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.runners import EagerRunner
 
@@ -46,7 +47,7 @@ def run_scenarios(rank):
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             capturer = fake_captures(patch)
             capturer.defers = True
-            patch.setattr(capture, "_WRAPPED_WARM_UP", WARM_UP)
+            patch.setattr(warm_up, "_WRAPPED_CALLS", WARM_UP)
             try:
                 function(rank, capturer, patch)
                 outcomes[name] = ""
@@ -72,7 +73,7 @@ def make_step(*, captured=True, wrap=None, mode="auto", **args):
         ddp, mse, optimizer, "O1", dtype="bfloat16", channels_last=False, capture=False, **args
     )
     if captured:
-        step._capture = capture.Capture.parse(mode)
+        step._capture = Capture.parse(mode)
         use_capture(step, mode)
     return step
 
@@ -412,7 +413,7 @@ def make_sharded(*, captured=True, **args):
         model, mse, optimizer, "O1", dtype="bfloat16", channels_last=False, capture=False, **args
     )
     if captured:
-        step._capture = capture.Capture.AUTO
+        step._capture = Capture.AUTO
         use_capture(step, "auto")
     return step
 
@@ -526,4 +527,4 @@ def test_a_runner_of_one_process_exchanges_nothing():
     step = mezzo.TrainStep(model, mse, optimizer, "O1", dtype="bfloat16")
     with pytest.MonkeyPatch.context() as patch:
         fake_captures(patch)
-        assert CaptureRunner(step._executor, capture.Capture.AUTO)._shared is None
+        assert CaptureRunner(step._executor, Capture.AUTO)._shared is None

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from support.accelerate_state import reset_accelerate_state
 from support.wrappers import SAM, Hidden, Lookahead, MasterSGD, Several
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
@@ -320,14 +321,9 @@ def test_fabric_setup_before_decorate_is_refused(fabric):
 def accelerator(request):
     accelerate = pytest.importorskip("accelerate")
     # Accelerators share one state, and a doctest may have created it.
-    reset_accelerators(accelerate)
+    reset_accelerate_state()
     yield accelerate.Accelerator(cpu=True, mixed_precision=request.param)
-    reset_accelerators(accelerate)
-
-
-def reset_accelerators(accelerate):
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+    reset_accelerate_state()
 
 
 def test_accelerate_prepare_after_decorate(accelerator):

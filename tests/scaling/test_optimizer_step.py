@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import mezzo
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.scaling.optimizer_step import (
     _is_deferred,

@@ -24,8 +24,8 @@ from mezzo.step.capture_obstacles import (
     optimizer_obstacle,
     warn_not_captured,
 )
-from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import failure_reason
+from mezzo.step.options import Capture
 from mezzo.step.runners import EagerRunner
 
 
@@ -301,7 +301,7 @@ class TestOptimizersThatCannotBeCaptured:
             for one in (made, other)
         ]
         use_capture(steps[0], captures_update=False)
-        steps[0]._runner._is_ready = lambda *_: True
+        steps[0]._runner._warm_up.is_ready = lambda *_: True
         for step in steps:
             for x, (target, boost) in batches("mlp", 12):
                 step(x, (target, boost * (float("inf") if step._updates == 8 else 1.0)))

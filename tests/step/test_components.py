@@ -9,7 +9,8 @@ from support.step_models import Made, batches, copied, in_steps
 from torch.optim import lr_scheduler
 
 import mezzo
-from mezzo.step.components import Capture, Layout, PrecisionArgs, Reduction, prepare_components
+from mezzo.step.components import PrecisionArgs, prepare_components
+from mezzo.step.options import Capture, Layout, Reduction
 
 
 def prepare(made, policy=None, scheduler=None, **overrides):

@@ -10,14 +10,10 @@ from support.step_models import Made
 
 import mezzo
 from mezzo.autocasting.regions import enter_regions
-from mezzo.step.components import PrecisionArgs, Reduction, prepare_components
-from mezzo.step.executor import (
-    AccumulationPhase,
-    StepContext,
-    StepExecutor,
-    StepOptions,
-)
+from mezzo.step.components import PrecisionArgs, prepare_components
+from mezzo.step.executor import StepContext, StepExecutor
 from mezzo.step.inputs import Call
+from mezzo.step.options import AccumulationPhase, Reduction, StepOptions
 from mezzo.step.user_body import ScaledBackward, refuse_manual_step
 
 CALL = Call((torch.ones(2, 8),), {})

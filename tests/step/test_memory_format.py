@@ -12,8 +12,8 @@ from torch import nn
 import mezzo
 from mezzo import _events
 from mezzo.step import memory_format
-from mezzo.step.components import Layout
 from mezzo.step.memory_format import LayoutChoice
+from mezzo.step.options import Layout
 
 
 def is_channels_last(tensor):

@@ -12,11 +12,11 @@ import torch
 
 import mezzo
 from mezzo.step import captured_step, replay_timing
-from mezzo.step.capture import CaptureRunner
-from mezzo.step.components import Capture
+from mezzo.step.capture_runner import CaptureRunner
 from mezzo.step.cuda_graph import CaptureFailed, GraphPool, HostDrawsFound
 from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call, copy_outputs, make_static_buffers
+from mezzo.step.options import Capture
 
 
 class FakeGraph:

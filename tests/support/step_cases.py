@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo.optim.attach import bind_optimizer
+from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.binding import OptimizerBinding
 from mezzo.optim.companion import KEYS, sampled
 from mezzo.optim.fused_launch import BLOCK, CHUNK

@@ -129,23 +129,23 @@ class Advice:
 
     def _table(self) -> str:
         rows = [("setting", "time", "gain", "memory")]
-        for one in self.times:
-            mark = "→ " if one is self.chosen else "  "
+        for timed in self.times:
+            mark = "→ " if timed is self.chosen else "  "
             rows.append(
                 (
-                    f"{mark}{one.setting}",
-                    one.problem or format_time(one.seconds),
-                    "" if one.gain is None else f"{one.gain:.2f}×",
-                    "" if one.memory is None else format_bytes(one.memory),
+                    f"{mark}{timed.setting}",
+                    timed.problem or format_time(timed.seconds),
+                    "" if timed.gain is None else f"{timed.gain:.2f}×",
+                    "" if timed.memory is None else format_bytes(timed.memory),
                 )
             )
         return _aligned([(f"  {rows[0][0]}", *rows[0][1:]), *rows[1:]])
 
     def _op_table(self) -> str:
         rows = [("  op", "float32", str(self.compared), "gain")]
-        for one in self.ops:
-            gain = f"{one.before / one.after:.2f}×" if one.before and one.after else ""
-            rows.append((f"  {one.op}", format_time(one.before), format_time(one.after), gain))
+        for op in self.ops:
+            gain = f"{op.before / op.after:.2f}×" if op.before and op.after else ""
+            rows.append((f"  {op.op}", format_time(op.before), format_time(op.after), gain))
         return _aligned(rows)
 
 
@@ -158,12 +158,12 @@ def choose(times: Sequence[SettingTime]) -> SettingTime:
     >>> str(choose(times).setting), str(choose([times[0]]).setting)
     ('O1 bfloat16', 'float32')
     """
-    ran = [one for one in times if one.seconds is not None]
+    ran = [timed for timed in times if timed.seconds is not None]
     if times[0].seconds is None:
-        return min(ran, key=lambda one: one.seconds or 0.0, default=times[0])
+        return min(ran, key=lambda timed: timed.seconds or 0.0, default=times[0])
     fastest = _fastest(ran)
     # 16 bits lose digits: they must be faster than what float32 and TF32 can do.
-    full = _fastest([one for one in ran if not _is_half(one)])
+    full = _fastest([timed for timed in ran if not _is_half(timed)])
     best = fastest if _gain(fastest) >= _USEFUL * _gain(full) else full
     return best if _gain(best) >= _USEFUL else times[0]
 
@@ -171,7 +171,7 @@ def choose(times: Sequence[SettingTime]) -> SettingTime:
 def _fastest(times: Sequence[SettingTime]) -> SettingTime:
     """Return the fastest setting; of those that are as fast within noise, the preferred one."""
     most = max(map(_gain, times))
-    return min((one for one in times if _gain(one) >= _EQUAL * most), key=_preference)
+    return min((timed for timed in times if _gain(timed) >= _EQUAL * most), key=_preference)
 
 
 def _gain(one: SettingTime) -> float:
@@ -184,14 +184,14 @@ def _is_half(one: SettingTime) -> bool:
 
 def best_half(times: Sequence[SettingTime]) -> SettingTime | None:
     """Return the fastest 16-bit setting; None if none ran."""
-    ran = [one for one in times if one.gain and _is_half(one)]
-    return max(ran, key=lambda one: one.gain or 0.0, default=None)
+    ran = [timed for timed in times if timed.gain and _is_half(timed)]
+    return max(ran, key=lambda timed: timed.gain or 0.0, default=None)
 
 
-def _preference(one: SettingTime) -> tuple[int, float, bool]:
+def _preference(timed: SettingTime) -> tuple[int, float, bool]:
     """Order equally fast settings: bfloat16 needs no scaler, then less memory, then eager."""
     order = [Precision.FLOAT32, Precision.TF32, Precision.BFLOAT16, Precision.FLOAT16]
-    return order.index(one.setting.precision), one.memory or 0, one.setting.captured
+    return order.index(timed.setting.precision), timed.memory or 0, timed.setting.captured
 
 
 def _times(gain: float | None) -> str:
@@ -208,8 +208,8 @@ def _saved(advice: Advice) -> str:
 
 def _memory_remark(advice: Advice) -> str:
     before = advice.baseline.memory
-    smaller = [one for one in advice.times if one.memory and before and _is_half(one)]
-    least = min(smaller, key=lambda one: one.memory or 0, default=None)
+    smaller = [timed for timed in advice.times if timed.memory and before and _is_half(timed)]
+    least = min(smaller, key=lambda timed: timed.memory or 0, default=None)
     if least is None or not before or (least.memory or 0) > _SAVES * before:
         return ""
     return (
@@ -226,7 +226,7 @@ def format_time(seconds: float | None) -> str:
     """
     if seconds is None:
         return ""
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"  # noqa: PLR2004 - a millisecond
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

@@ -64,7 +64,7 @@ def advise(
             loss itself, and for inference.
         optimizer: The optimizer of the model, or a list of them. None trains with AdamW if there is
             a `loss_fn`.
-        levels: The levels to time, beside float32.
+        levels: The levels to time, besides float32.
         gpu: Name of a GPU, such as `"H100"`: times are computed from its data sheet and the sizes
             of the model's tensors, not measured.
         rounds: Timed calls of each setting; the median counts.
@@ -92,7 +92,7 @@ def advise(
             times = timer.time(settings)
             best = choose(times)
             compared = _compared(times, best)
-            slow = any((one.seconds or 0.0) * _TOP > budget for one in times)
+            slow = any((timed.seconds or 0.0) * _TOP > budget for timed in times)
             ops = _time_ops(workload, compared, runs=1 if slow else 3)
         finally:
             restore_rng_state(random)
@@ -104,8 +104,8 @@ def advise(
 def _settings(device: torch.device, levels: Sequence[str]) -> Iterator[Setting]:
     """Yield the settings to time, eager float32 first."""
     support = hardware(device)
-    names = [one for one in reversed(HALF_DTYPES) if support.support(one).supported]
-    precisions = [Precision(dtype_name(one)) for one in names]
+    names = [dtype for dtype in reversed(HALF_DTYPES) if support.support(dtype).supported]
+    precisions = [Precision(dtype_name(name)) for name in names]
     yield _FLOAT32
     is_cuda = device.type == "cuda"
     captures = (False, True) if is_cuda else (False,)
@@ -113,10 +113,10 @@ def _settings(device: torch.device, levels: Sequence[str]) -> Iterator[Setting]:
         yield Setting("O0", Precision.FLOAT32, captured=True)
         # Otherwise float32 computes its products in TF32 already.
         if torch.get_float32_matmul_precision() == "highest":
-            yield from (Setting("O0", Precision.TF32, captured=one) for one in captures)
+            yield from (Setting("O0", Precision.TF32, captured=captured) for captured in captures)
     for level in levels:
         for precision in precisions:
-            yield from (Setting(level, precision, captured=one) for one in captures)
+            yield from (Setting(level, precision, captured=captured) for captured in captures)
 
 
 class _Timer:
@@ -175,10 +175,10 @@ class _Timer:
 
     def _too_slow(self, times: Sequence[SettingTime], setting: Setting) -> str:
         """Return why a setting is not worth the time to measure it; empty if it is."""
-        for one in times:
-            is_alike = one.setting.precision is setting.precision and one.setting.level != "O0"
-            if is_alike and (one.gain or 1.0) < 1.0 and (one.seconds or 0.0) > self._budget:
-                return f"not timed: {one.setting} is {one.gain:.2f}× as fast as float32"
+        for timed in times:
+            is_alike = timed.setting.precision is setting.precision and timed.setting.level != "O0"
+            if is_alike and (timed.gain or 1.0) < 1.0 and (timed.seconds or 0.0) > self._budget:
+                return f"not timed: {timed.setting} is {timed.gain:.2f}× as fast as float32"
         return ""
 
 
@@ -250,20 +250,23 @@ def _read(
 ) -> Workload:
     if not isinstance(model, nn.Module):
         raise PolicyError(f"advise takes a model first, got {type(model).__name__}.")
-    if any(decoration_of(one) is not None for one in unwrapped(model).modules()):
+    if any(decoration_of(module) is not None for module in unwrapped(model).modules()):
         raise PolicyError(
             "The model is decorated, and each level is applied to a copy of the plain model. Call"
             " mezzo.undecorate(model) first, or advise before decorate."
         )
     if next(model.parameters(), None) is None:
         raise PolicyError(f"{type(model).__name__} has no parameters: there is nothing to compare.")
-    half = next((one.dtype for one in model.parameters() if one.dtype in HALF_DTYPES), None)
+    half = next(
+        (parameter.dtype for parameter in model.parameters() if parameter.dtype in HALF_DTYPES),
+        None,
+    )
     if half is not None:
         raise PolicyError(
             f"The model has {dtype_name(half)} parameters, and each level is compared with float32."
             " Pass a float32 model: mezzo.advise(model.float(), ...)."
         )
-    is_pair = isinstance(sample, tuple | list) and len(sample) == 2  # noqa: PLR2004 - inputs, target
+    is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     if loss_fn is not None and not is_pair:
         raise PolicyError(
             f"With loss_fn the sample is (inputs, target), got {type(sample).__name__}. Pass"
@@ -275,7 +278,7 @@ def _read(
 
 def _checked_levels(levels: Sequence[str]) -> tuple[str, ...]:
     chosen = (levels,) if isinstance(levels, str) else tuple(levels)
-    unknown = [one for one in chosen if one not in _LEVELS]
+    unknown = [level for level in chosen if level not in _LEVELS]
     if unknown:
         raise PolicyError(f"levels={unknown[0]!r}: choose from {', '.join(map(repr, _LEVELS))}.")
     return chosen

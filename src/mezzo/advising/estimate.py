@@ -170,7 +170,7 @@ def estimate(
             the optimizers of the model themselves. Of Muon by name or class AdamW has what is no
             matrix.
         shard_ranks: The ranks that `"hsdp"` shards over. It replicates over `ranks / shard_ranks`.
-        groups: Names or classes of the modules that `fully_shard` is called on, beside the model
+        groups: Names or classes of the modules that `fully_shard` is called on, besides the model
             itself. None is the modules of a sharded model, and otherwise the elements of the
             outermost `nn.ModuleList` and `nn.Sequential`.
         reshard_after_forward: As for `fully_shard`. None reshards all but the root.

@@ -63,11 +63,11 @@ class LintFindings:
 
     def of(self, rule: str) -> tuple[LintFinding, ...]:
         """Return the findings of one rule."""
-        return tuple(one for one in self.findings if one.rule == rule)
+        return tuple(finding for finding in self.findings if finding.rule == rule)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the findings as plain dictionaries, for logs and pages."""
-        return [asdict(one) for one in self.findings]
+        return [asdict(finding) for finding in self.findings]
 
     def __iter__(self) -> Iterator[LintFinding]:
         return iter(self.findings)

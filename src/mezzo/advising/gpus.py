@@ -75,7 +75,7 @@ def find_gpu(name: str) -> Gpu:
     if not isinstance(name, str):
         raise PolicyError(f"gpu={name!r} should be a name: {', '.join(GPUS)}.")
     # The longest first: L40S contains L4.
-    for gpu in sorted(_ROWS, key=lambda one: -len(one.name)):
+    for gpu in sorted(_ROWS, key=lambda gpu: -len(gpu.name)):
         if re.search(_pattern(gpu.name), name, re.IGNORECASE):
             return gpu
     raise PolicyError(f"Unknown GPU {name!r}. Known are: {', '.join(GPUS)}.")

@@ -160,7 +160,7 @@ def _observed(
 
 def _measured(subject: Subject, run: SampleRun) -> Subject:
     device = device_of(subject.model)
-    has_layout = any(one.channels_first for one in subject.products)
+    has_layout = any(product.channels_first for product in subject.products)
     return replace(
         subject,
         cost=measure_cost(run),
@@ -179,7 +179,7 @@ def _apply(subject: Subject, ignored: set[str]) -> LintFindings:
             skipped += names
         elif names:
             checked += names
-            findings += [one for one in rule.check(subject) if one.rule in names]
+            findings += [finding for finding in rule.check(subject) if finding.rule in names]
     return LintFindings(tuple(findings), tuple(checked), tuple(skipped))
 
 

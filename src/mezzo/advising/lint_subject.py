@@ -137,7 +137,7 @@ def dtype_in_use(
         return resolve(policy, hardware(device)).dtype
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    stored = {one.dtype for one in model.parameters() if one.dtype in HALF_DTYPES}
+    stored = {parameter.dtype for parameter in model.parameters() if parameter.dtype in HALF_DTYPES}
     return min(stored, key=str) if stored else None
 
 
@@ -185,7 +185,7 @@ class SampleRun:
     def is_comparable(self) -> bool:
         """Whether the model that was passed runs in float32 without its policy."""
         is_decorated = decoration_of(unwrapped(self.plain)) is not None
-        has_half = any(one.dtype in HALF_DTYPES for one in self.plain.parameters())
+        has_half = any(parameter.dtype in HALF_DTYPES for parameter in self.plain.parameters())
         return not (is_decorated or has_half)
 
     def forward_float32(self) -> Any:

@@ -43,7 +43,7 @@ class Loop:
     @property
     def device_type(self) -> str:
         """The device type of the model."""
-        return next((one.device.type for one in self.model.parameters()), "cpu")
+        return next((parameter.device.type for parameter in self.model.parameters()), "cpu")
 
 
 @dataclass
@@ -98,7 +98,7 @@ def _run(
 
 
 def _restored(loop: Loop) -> AbstractContextManager[None]:
-    others = [one for one in (loop.scaler, *loop.schedulers) if hasattr(one, "load_state_dict")]
+    others = [part for part in (loop.scaler, *loop.schedulers) if hasattr(part, "load_state_dict")]
     return rolled_back([loop.model], loop.optimizers, others)
 
 
@@ -131,7 +131,7 @@ def _steps_on_skip(loop: Loop) -> bool | None:
         stack.enter_context(_restored(loop))
         for scheduler in loop.schedulers:
             stack.enter_context(_wrapped(scheduler, "step", partial(_count, calls, "step")))
-        for parameter in {id(one): one for one in _trained(loop)}.values():
+        for parameter in {id(parameter): parameter for parameter in _trained(loop)}.values():
             stack.callback(parameter.register_hook(_make_infinite).remove)
         before = loop.scaler.get_scale()
         loop.step()
@@ -141,7 +141,7 @@ def _steps_on_skip(loop: Loop) -> bool | None:
 
 def _trained(loop: Loop) -> Iterator[Tensor]:
     for optimizer in loop.optimizers:
-        yield from (one for one in parameters(optimizer) if one.requires_grad)
+        yield from (parameter for parameter in parameters(optimizer) if parameter.requires_grad)
 
 
 def _make_infinite(gradient: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class _ClipMode(TorchDispatchMode):
     """Sees ops that clip gradients in place while these are scaled."""
 
     def __init__(self, loop: Loop, watch: _ScalerWatch, trace: LoopTrace) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._loop, self._watch, self._trace = loop, watch, trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,7 +261,9 @@ class _ClipMode(TorchDispatchMode):
 
     def _writes_gradients(self, written: Any) -> bool:
         gradients = {
-            one.grad.data_ptr() for one in self._loop.model.parameters() if one.grad is not None
+            parameter.grad.data_ptr()
+            for parameter in self._loop.model.parameters()
+            if parameter.grad is not None
         }
         return any(
             leaf.data_ptr() in gradients

@@ -86,7 +86,7 @@ def padding_gain(device: torch.device) -> Callable[[Product, tuple[int, int, int
     """Return a function that times a product with its sizes and with padded ones."""
 
     def gain(product: Product, sizes: tuple[int, int, int]) -> float:
-        runs = [_repeated(product, one, device) for one in (product.sizes, sizes)]
+        runs = [_repeated(product, shape, device) for shape in (product.sizes, sizes)]
         before, after = interleaved_medians(runs, device, _ROUNDS)
         return before / after
 
@@ -126,7 +126,7 @@ def _make_convolution(
     side = max(int(pixels**0.5), 1)
     form = torch.contiguous_format if product.channels_first else torch.channels_last
     like = {"dtype": product.dtype, "device": device}
-    kernel = product.kernel if len(product.kernel) == 2 else (1, product.kernel[0])  # noqa: PLR2004
+    kernel = product.kernel if len(product.kernel) == 2 else (1, product.kernel[0])
     image = torch.zeros(1, inputs, side, side, **like).contiguous(memory_format=form)  # type: ignore[call-overload]
     weight = torch.zeros(outputs, inputs, *kernel, **like).contiguous(memory_format=form)  # type: ignore[call-overload]
     padding = tuple(size // 2 for size in kernel)

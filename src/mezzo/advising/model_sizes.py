@@ -88,7 +88,7 @@ class ModelSizes:
     buffer_masters: int
     """Bytes of the float32 values of buffers that were cast."""
     has_tensors: bool
-    """Whether a model was passed, so that small tensors beside each parameter are counted too."""
+    """Whether a model was passed, so that small tensors besides each parameter are counted too."""
 
     @property
     def group_count(self) -> int:
@@ -121,17 +121,21 @@ def read_sizes(
         _required(model, keep_full),
         is_sharded=_is_fully_sharded(model),
     )
-    buffers = [one for one in planned.tensors if one.info.is_buffer]
-    others = [one for one in model.buffers() if not (one.is_floating_point() or one.is_complex())]
+    buffers = [tensor for tensor in planned.tensors if tensor.info.is_buffer]
+    others = [
+        buffer
+        for buffer in model.buffers()
+        if not (buffer.is_floating_point() or buffer.is_complex())
+    ]
     return ModelSizes(
         chosen,
         dtype,
         planned.half,
         planned.master,
         tuple(weights),
-        sum(one.row.numel * one.row.after.itemsize for one in buffers)
+        sum(buffer.row.numel * buffer.row.after.itemsize for buffer in buffers)
         + sum(one.nbytes for one in others),
-        sum(one.row.numel * torch.float32.itemsize for one in buffers if one.row.master),
+        sum(buffer.row.numel * torch.float32.itemsize for buffer in buffers if buffer.row.master),
         is_model,
     )
 
@@ -307,7 +311,7 @@ def _gathered(
 def _required(model: nn.Module, keep_full: KeepFull) -> set[str]:
     """Return the names of the parameters that have to be gathered in float32."""
     plain = {Selector.parse(kind) for kind in NORMS if kind is not BatchOrInstanceNorm}
-    selectors = tuple(one for one in keep_full.selectors if one not in plain)
+    selectors = tuple(selector for selector in keep_full.selectors if selector not in plain)
     return set(replace(keep_full, selectors=selectors).reasons(model))
 
 

@@ -82,8 +82,8 @@ class OpTrace:
     def product_dtypes(self) -> Counter[torch.dtype]:
         """Return floating-point operations of products by dtype."""
         total: Counter[torch.dtype] = Counter()
-        for one in self.products:
-            total[one.dtype] += one.flops
+        for product in self.products:
+            total[product.dtype] += product.flops
         return total
 
 
@@ -91,7 +91,7 @@ class TracingMode(TorchDispatchMode):
     """Writes what runs to an `OpTrace`."""
 
     def __init__(self, trace: OpTrace, tracker: PlaceTracker) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.trace, self._tracker = trace, tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,7 +115,7 @@ class TracingMode(TorchDispatchMode):
 
     def _add_matmul(self, name: str, args: Any) -> None:
         left, right = (args[position] for position in _MATMULS[name])
-        batch = left.shape[0] if left.dim() > 2 else 1  # noqa: PLR2004 - more than a matrix
+        batch = left.shape[0] if left.dim() > 2 else 1
         sizes = (left.shape[-2], right.shape[-1], left.shape[-1])
         self.trace.products.append(Product(name, left.dtype, self._tracker.place(), batch, sizes))
 
@@ -125,7 +125,7 @@ class TracingMode(TorchDispatchMode):
         read = result if not transposed else image
         pixels = read.shape[0] * math.prod(read.shape[2:])
         outputs, inputs = weight.shape[:2]
-        groups = args[8] if len(args) > 8 else 1  # noqa: PLR2004 - after output_padding
+        groups = args[8] if len(args) > 8 else 1
         self.trace.products.append(
             Product(
                 name,
@@ -146,7 +146,7 @@ class TracingMode(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         }
         # A softmax with dtype= reads 16 bits and computes in float32.
-        if dtypes and all(dtype.itemsize == 2 for dtype in dtypes):  # noqa: PLR2004 - 16 bits
+        if dtypes and all(dtype.itemsize == 2 for dtype in dtypes):
             self.trace.half_ops.append(HalfOp(name, min(dtypes, key=str), self._tracker.place()))
 
 

@@ -52,12 +52,14 @@ class OptimizerStates:
             self.optimizers = _instances(argument)
             self._made_for = {
                 id(parameter): make
-                for one in self.optimizers
-                for group in one.param_groups
-                for make in (_like(one, group),)
+                for optimizer in self.optimizers
+                for group in optimizer.param_groups
+                for make in (_like(optimizer, group),)
                 for parameter in group["params"]
             }
-            self.name = " and ".join(dict.fromkeys(type(one).__name__ for one in self.optimizers))
+            self.name = " and ".join(
+                dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers)
+            )
         else:
             self._make = _read_class(argument)
             self.name = _name(self._make)
@@ -76,7 +78,7 @@ class OptimizerStates:
         if make is None:
             return StateBytes(0, 0)
         if make is torch.optim.Muon and len(shape) != _MATRIX:
-            # Muon refuses them, and AdamW beside it is the common choice.
+            # Muon refuses them, and AdamW for these is the common choice.
             make = torch.optim.AdamW
         key = (make, shape, dtype)
         if key not in self._counted:
@@ -116,8 +118,8 @@ def _count(make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> S
         ) from failed
     tensors = [value for value in states.values() if isinstance(value, torch.Tensor)]
     return StateBytes(
-        sum(one.nbytes for one in tensors if one.dim()),
-        sum(one.nbytes for one in tensors if not one.dim()),
+        sum(tensor.nbytes for tensor in tensors if tensor.dim()),
+        sum(tensor.nbytes for tensor in tensors if not tensor.dim()),
     )
 
 
@@ -134,13 +136,13 @@ def _like(optimizer: Optimizer, group: dict[str, Any]) -> MakeOptimizer:
 
 def _instances(argument: Optimizer | list[Any] | tuple[Any, ...]) -> tuple[Optimizer, ...]:
     optimizers = (argument,) if isinstance(argument, Optimizer) else tuple(argument)
-    for one in optimizers:
-        if not isinstance(one, Optimizer):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
             raise PolicyError(
-                f"optimizer has {one!r}, which is not a torch.optim.Optimizer. Pass one name or"
-                " class, or a list of the model's optimizers."
+                f"optimizer has {optimizer!r}, which is not a torch.optim.Optimizer. Pass one name"
+                " or class, or a list of the model's optimizers."
             )
-    if not any(parameters(one) for one in optimizers):
+    if not any(parameters(optimizer) for optimizer in optimizers):
         raise PolicyError(
             f"optimizer={argument!r} has no parameters. Pass a name such as 'AdamW', a class, or"
             " the optimizers of the model."
@@ -161,9 +163,9 @@ def _read_class(argument: str | MakeOptimizer) -> MakeOptimizer:
 
 def _class_named(name: str) -> type[Optimizer]:
     known = {"LAMB": LAMB, "Lion": Lion} | {
-        one.__name__: one
-        for one in vars(torch.optim).values()
-        if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer
+        cls.__name__: cls
+        for cls in vars(torch.optim).values()
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
     by_lower = {one.lower(): found for one, found in known.items()}
     if name.lower() not in by_lower:

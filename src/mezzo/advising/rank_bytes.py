@@ -19,7 +19,7 @@ from mezzo.prepare.sharding import casts_shards
 _DRAWS = 4
 """Bytes of the count of random roundings of a parameter, with stochastic masters."""
 _GATHERED_GROUPS = 2
-"""Groups that FSDP2 holds at a time beside the root: the current and the prefetched one."""
+"""Groups that FSDP2 holds at a time besides the root: the current and the prefetched one."""
 
 
 class Strategy(ParsedEnum):
@@ -58,20 +58,26 @@ class Rank:
 
     def parameters(self) -> int:
         """Return the bytes of the parameters or of their shards."""
-        return sum(self._shard_numel(one) * self._stored(one).itemsize for one in self._weights)
+        return sum(
+            self._shard_numel(weight) * self._stored(weight).itemsize for weight in self._weights
+        )
 
     def masters(self) -> int:
         """Return the bytes of companion tensors, with the samples that belong to them."""
-        of_weights = sum(self._companion(one) for one in self._weights if self._has_master(one))
+        of_weights = sum(
+            self._companion(weight) for weight in self._weights if self._has_master(weight)
+        )
         return of_weights + self.sizes.buffer_masters
 
     def optimizer_states(self) -> int:
         """Return the bytes of the states of the optimizer."""
-        return sum(self._state(one) for one in self._weights if self._is_updated(one))
+        return sum(self._state(weight) for weight in self._weights if self._is_updated(weight))
 
     def gradients(self) -> int:
         """Return the bytes of the gradients or of their shards."""
-        return sum(self._shard_numel(one) * self._gradient(one).itemsize for one in self._trained)
+        return sum(
+            self._shard_numel(weight) * self._gradient(weight).itemsize for weight in self._trained
+        )
 
     def gradient_buffers(self) -> int:
         """Return the bytes of the buffers from which gradients are reduced."""
@@ -105,9 +111,9 @@ class Rank:
         if self.sizes.dtype is None:
             return 0
         return sum(
-            one.numel * self.sizes.dtype.itemsize
-            for one in self._weights
-            if one.is_matrix and one.after is torch.float32 and self.sizes.half is None
+            weight.numel * self.sizes.dtype.itemsize
+            for weight in self._weights
+            if weight.is_matrix and weight.after is torch.float32 and self.sizes.half is None
         )
 
     # -- the wire ----------------------------------------------------------------------------------
@@ -121,7 +127,9 @@ class Rank:
         if self.reshard_after_forward is False:
             return 0
         skips_root = self.reshard_after_forward is None
-        resharded = [one for one in self._weights if not (skips_root and one.group == ROOT)]
+        resharded = [
+            weight for weight in self._weights if not (skips_root and weight.group == ROOT)
+        ]
         return self._sent_to_shards(resharded, lambda weight: weight.gathered)
 
     def reduce_scatter(self) -> int:
@@ -133,7 +141,9 @@ class Rank:
         if self.strategy is Strategy.SINGLE:
             return 0
         replicas = self.ranks // self.shard_ranks
-        size = sum(self._shard_numel(one) * self._reduced(one).itemsize for one in self._trained)
+        size = sum(
+            self._shard_numel(weight) * self._reduced(weight).itemsize for weight in self._trained
+        )
         return -(-2 * (replicas - 1) * size // replicas)
 
     def broadcast(self) -> int:
@@ -143,7 +153,7 @@ class Rank:
     def _sent_to_shards(
         self, weights: tuple[Weight, ...] | list[Weight], dtype: Callable[[Weight], torch.dtype]
     ) -> int:
-        size = sum(self._shard_numel(one) * dtype(one).itemsize for one in weights)
+        size = sum(self._shard_numel(weight) * dtype(weight).itemsize for weight in weights)
         return (self.shard_ranks - 1) * size
 
     # -- one weight --------------------------------------------------------------------------------
@@ -154,7 +164,7 @@ class Rank:
 
     @property
     def _trained(self) -> list[Weight]:
-        return [one for one in self._weights if one.parameter.requires_grad]
+        return [weight for weight in self._weights if weight.parameter.requires_grad]
 
     @property
     def _is_sharded(self) -> bool:

@@ -71,9 +71,9 @@ def estimate_times(
     if gpu.tf32 is not None:
         settings.append(Setting("O0", Precision.TF32))
     halves = [
-        Precision(dtype_name(one))
-        for one in reversed(HALF_DTYPES)
-        if gpu.hardware.support(one).native
+        Precision(dtype_name(dtype))
+        for dtype in reversed(HALF_DTYPES)
+        if gpu.hardware.support(dtype).native
     ]
     settings += [Setting(level, half) for level in levels for half in halves]
     tables: Tables = {}
@@ -95,7 +95,11 @@ def _op_seconds(workload: Workload, setting: Setting, gpu: Gpu) -> dict[str, flo
     for cost in count_costs(workload, setting):
         seconds[cost.op] += cost.seconds(gpu, setting.precision)
     if workload.training:
-        numel = sum(one.numel() for one in workload.model.parameters() if one.requires_grad)
+        numel = sum(
+            parameter.numel()
+            for parameter in workload.model.parameters()
+            if parameter.requires_grad
+        )
         seconds["optimizer"] = max(numel * _UPDATE_BYTES / (gpu.bandwidth * 1e9), _KERNEL)
     return dict(seconds)
 
@@ -103,7 +107,7 @@ def _op_seconds(workload: Workload, setting: Setting, gpu: Gpu) -> dict[str, flo
 def _state_bytes(workload: Workload, setting: Setting) -> int:
     if not workload.training:
         size = 2 if setting.level == "O2" else 4
-        return sum(one.numel() * size for one in workload.model.parameters())
+        return sum(parameter.numel() * size for parameter in workload.model.parameters())
     optimizer: Any = "AdamW" if workload.optimizer is None else workload.optimizer
     policy = _policy(workload, setting, master="auto")
     return estimate(workload.model, policy, optimizer=optimizer).memory
@@ -182,7 +186,7 @@ class _CostMode(TorchDispatchMode):
     """Counts the operations and bytes of each op."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         # Imported here: it loads private parts of torch that training does not need.
         from torch.utils.flop_counter import flop_registry  # noqa: PLC0415
 
@@ -198,9 +202,11 @@ class _CostMode(TorchDispatchMode):
             count = self._flops.get(packet)
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
             tensors = [
-                one for one in pytree.tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)
+                leaf
+                for leaf in pytree.tree_leaves((args, kwargs, result))
+                if isinstance(leaf, Tensor)
             ]
-            size = sum(math.prod(one.shape) * one.element_size() for one in tensors)
-            half = any(one.dtype in HALF_DTYPES for one in tensors)
+            size = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors)
+            half = any(tensor.dtype in HALF_DTYPES for tensor in tensors)
             self.costs.append(OpCost(packet.__name__, float(flops), size, half))
         return result

@@ -117,11 +117,11 @@ def state_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
     64
     """
     tensors = [*model.parameters(), *model.buffers()]
-    tensors += [one.grad for one in model.parameters() if one.grad is not None]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            tensors += [one for one in state.values() if isinstance(one, Tensor)]
-    return sum(one.numel() * one.element_size() for one in tensors)
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def free_memory(device: torch.device) -> None:

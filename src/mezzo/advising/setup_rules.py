@@ -85,12 +85,14 @@ def missing_masters(subject: Subject) -> Found:
         decoration = decoration_of(optimizer)
         master = Master.NONE if decoration is None else decoration.plan.master
         held = [
-            one for one in parameters(optimizer) if one.requires_grad and one.dtype in HALF_DTYPES
+            parameter
+            for parameter in parameters(optimizer)
+            if parameter.requires_grad and parameter.dtype in HALF_DTYPES
         ]
         if master is Master.NONE and held:
             yield _without_masters(
                 type(optimizer).__name__,
-                _listed([names.get(id(one), "?") for one in held]),
+                _listed([names.get(id(parameter), "?") for parameter in held]),
                 subject,
             )
 
@@ -125,7 +127,9 @@ def parameters_in_no_optimizer(subject: Subject) -> Found:
     """Find parameters that need gradients and that no optimizer has."""
     if not subject.optimizers:
         return
-    held = {id(one) for optimizer in subject.optimizers for one in parameters(optimizer)}
+    held = {
+        id(parameter) for optimizer in subject.optimizers for parameter in parameters(optimizer)
+    }
     missing = [
         name
         for name, one in subject.model.named_parameters()
@@ -206,7 +210,7 @@ def _capability(subject: Subject) -> str:
 
 
 def _other_dtype(subject: Subject) -> str:
-    native = [dtype_name(one) for one in subject.hardware.native_dtypes]
+    native = [dtype_name(dtype) for dtype in subject.hardware.native_dtypes]
     if native:
         return f'dtype="{native[0]}", which it computes natively, or dtype="auto".'
     return 'Switch it off: policy="O0". It saves memory only.'
@@ -251,15 +255,15 @@ def _resources(cost: Any) -> str:
 def half_softmax(subject: Subject) -> Found:
     """Find a softmax or a loss that runs in 16 bits."""
     seen: set[tuple[str, str]] = set()
-    for one in (half for trace in subject.traces() for half in trace.half_ops):
-        rule = "16-bit-softmax" if one.op in SOFTMAX else "16-bit-loss"
-        where = str(one.place) or subject.name
-        if (rule, where) in seen or _is_chosen(subject, one.op):
+    for half_op in (half for trace in subject.traces() for half in trace.half_ops):
+        rule = "16-bit-softmax" if half_op.op in SOFTMAX else "16-bit-loss"
+        where = str(half_op.place) or subject.name
+        if (rule, where) in seen or _is_chosen(subject, half_op.op):
             continue
         seen.add((rule, where))
         yield LintFinding(
             rule,
-            f"{one.op.strip('_')} runs in {dtype_name(one.dtype)}",
+            f"{half_op.op.strip('_')} runs in {dtype_name(half_op.dtype)}",
             where,
             "It sums over many values: small probabilities and the digits of the loss are rounded"
             " away, and sums past 65504 are infinite in float16.",
@@ -272,7 +276,7 @@ def _is_chosen(subject: Subject, op: str) -> bool:
     """Return whether the policy itself runs the op in 16 bits."""
     if subject.policy is not None and subject.policy.level is Level.O3:
         return True
-    stores_half = any(one.dtype in HALF_DTYPES for one in subject.model.parameters())
+    stores_half = any(parameter.dtype in HALF_DTYPES for parameter in subject.model.parameters())
     is_autocast = subject.policy is not None or not stores_half
     # On a CPU autocast leaves softmax in the dtype of its input, elsewhere the log_softmax of
     # F.cross_entropy, which passes that dtype explicitly. Both kernels sum in float32.

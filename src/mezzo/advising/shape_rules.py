@@ -49,12 +49,12 @@ def padded(size: int, to: int) -> int:
 def matrix_sizes(subject: Subject) -> Found:
     """Find matrix products whose columns or inner size is not a multiple of 8 or 16."""
     to = multiple(subject)
-    for one, where in _costly(subject, to):
-        rows, columns, inner = one.sizes
+    for product, where in _costly(subject, to):
+        rows, columns, inner = product.sizes
         wanted = (rows, padded(columns, to or 1), padded(inner, to or 1))
-        if one.kernel or wanted == one.sizes:
+        if product.kernel or wanted == product.sizes:
             continue
-        gain = _measured(subject, one, wanted)
+        gain = _measured(subject, product, wanted)
         if gain is not None and gain < _USEFUL:
             continue
         names = {"columns": (columns, wanted[1]), "inner size": (inner, wanted[2])}
@@ -76,16 +76,16 @@ def batch_size(subject: Subject) -> Found:
     """Find products whose number of rows, which comes from the batch, is not a multiple."""
     to = multiple(subject)
     odd = [
-        (one, where)
-        for one, where in _costly(subject, to)
-        if not one.kernel and one.batch == 1 and one.sizes[0] % (to or 1)
+        (product, where)
+        for product, where in _costly(subject, to)
+        if not product.kernel and product.batch == 1 and product.sizes[0] % (to or 1)
     ]
     if not odd:
         return
-    one, where = max(odd, key=lambda pair: pair[0].flops)
-    rows, columns, inner = one.sizes
+    product, where = max(odd, key=lambda pair: pair[0].flops)
+    rows, columns, inner = product.sizes
     wanted = padded(rows, to or 1)
-    gain = _measured(subject, one, (wanted, columns, inner))
+    gain = _measured(subject, product, (wanted, columns, inner))
     if gain is not None and gain < _USEFUL:
         return
     yield LintFinding(
@@ -104,8 +104,8 @@ def channel_counts(subject: Subject) -> Found:
     to = multiple(subject)
     if to is None:
         return
-    for one, where in _costly(subject, to):
-        pixels, outputs, inputs = one.sizes
+    for product, where in _costly(subject, to):
+        pixels, outputs, inputs = product.sizes
         is_first = inputs == _RGB
         wanted = (
             pixels,
@@ -113,9 +113,9 @@ def channel_counts(subject: Subject) -> Found:
             inputs if is_first else padded(inputs, _CHANNELS),
         )
         # A convolution of each channel by itself is no matrix product.
-        if not one.kernel or one.groups > 1 or wanted == one.sizes:
+        if not product.kernel or product.groups > 1 or wanted == product.sizes:
             continue
-        gain = _measured(subject, one, wanted)
+        gain = _measured(subject, product, wanted)
         if gain is not None and gain < _USEFUL:
             continue
         yield LintFinding(
@@ -131,11 +131,11 @@ def channel_counts(subject: Subject) -> Found:
 def first_convolution(subject: Subject) -> Found:
     """Find a first convolution that reads images with 3 channels."""
     to = multiple(subject)
-    for one, where in _costly(subject, to):
-        if not one.kernel or one.groups > 1 or one.sizes[2] != _RGB:
+    for product, where in _costly(subject, to):
+        if not product.kernel or product.groups > 1 or product.sizes[2] != _RGB:
             continue
-        wanted = (one.sizes[0], one.sizes[1], _PADDED_RGB)
-        gain = _measured(subject, one, wanted)
+        wanted = (product.sizes[0], product.sizes[1], _PADDED_RGB)
+        gain = _measured(subject, product, wanted)
         if gain is None or gain >= _USEFUL:
             yield LintFinding(
                 "first-convolution",
@@ -158,7 +158,7 @@ def channels_first(subject: Subject) -> Found:
         return
     if subject.layout_gain is not None and subject.layout_gain < _USEFUL:
         return
-    found = [one for one in _half(subject.products) if one.channels_first]
+    found = [product for product in _half(subject.products) if product.channels_first]
     if found:
         yield LintFinding(
             "channels-first",
@@ -175,22 +175,23 @@ def channels_first(subject: Subject) -> Found:
 def _costly(subject: Subject, to: int | None) -> Iterator[tuple[Product, str]]:
     """Yield each size of 16-bit products that is a notable part of the operations, with places."""
     products = _half(subject.products)
-    total = sum(one.flops for one in products)
+    total = sum(product.flops for product in products)
     groups: dict[tuple[object, ...], list[Product]] = {}
-    for one in products:
-        groups.setdefault((one.sizes, one.kernel, one.batch, one.groups), []).append(one)
-    for same in groups.values():
-        if to is not None and sum(one.flops for one in same) >= _MIN_SHARE * total:
-            yield same[0], _places(same, subject)
+    for product in products:
+        key = (product.sizes, product.kernel, product.batch, product.groups)
+        groups.setdefault(key, []).append(product)
+    for group in groups.values():
+        if to is not None and sum(product.flops for product in group) >= _MIN_SHARE * total:
+            yield group[0], _places(group, subject)
 
 
 def _places(products: Sequence[Product], subject: Subject) -> str:
-    places = list(dict.fromkeys(str(one.place) or subject.name for one in products))
+    places = list(dict.fromkeys(str(product.place) or subject.name for product in products))
     return places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
 
 
 def _half(products: Sequence[Product]) -> list[Product]:
-    return [one for one in products if one.dtype in HALF_DTYPES]
+    return [product for product in products if product.dtype in HALF_DTYPES]
 
 
 def _measured(subject: Subject, product: Product, sizes: _Sizes) -> float | None:

@@ -144,7 +144,7 @@ class _OpTimer(TorchDispatchMode):
     """Times each op on the host. `torch.profiler` would write to stderr, and take longer."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seconds: dict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -223,21 +223,21 @@ def _overrides_op_lists(policy: Policy) -> bool:
     return any(bool(value) for value in op_fields)
 
 
-def _device_or_policy(first: PolicyArg) -> tuple[str | None, PolicyArg]:
+def _device_or_policy(argument: PolicyArg) -> tuple[str | None, PolicyArg]:
     """Split the first argument of `autocast` into a device type or a policy."""
-    if isinstance(first, torch.device):
-        return first.type, None
-    if not isinstance(first, str) or isinstance(first, Policy):
-        return None, first
-    if first in _LEVELS or first.endswith(".toml"):
-        return None, first
-    device = _device_type(first)
+    if isinstance(argument, torch.device):
+        return argument.type, None
+    if not isinstance(argument, str) or isinstance(argument, Policy):
+        return None, argument
+    if argument in _LEVELS or argument.endswith(".toml"):
+        return None, argument
+    device = _device_type(argument)
     if device is not None:
         return device, None
     raise PolicyError(
-        f"autocast({first!r}): that is neither a device type such as 'cuda' or 'cpu', nor a level"
-        f" ({', '.join(sorted(_LEVELS))}), nor a .toml policy file."
-        + (" The level starts with the letter O, not a zero." if first[:1] == "0" else "")
+        f"autocast({argument!r}): that is neither a device type such as 'cuda' or 'cpu', nor a"
+        f" level ({', '.join(sorted(_LEVELS))}), nor a .toml policy file."
+        + (" The level starts with the letter O, not a zero." if argument[:1] == "0" else "")
     )
 
 

@@ -83,7 +83,7 @@ class autocast:  # noqa: N801 - torch's spelling
         /,
         dtype: torch.dtype | str | None = None,
         enabled: bool = True,  # noqa: FBT001, FBT002 - torch's call shape
-        cache_enabled: bool | None = None,  # noqa: FBT001
+        cache_enabled: bool | None = None,  # noqa: FBT001 - torch's call shape
         *,
         device_type: str | torch.device | None = None,
         policy: PolicyArg = None,
@@ -199,7 +199,7 @@ def bind_module_rules(
         Rule.KEEP: Precision(off, None),
     }
     return ModuleRuleBinding(
-        (one.module, precisions[one.rule]) for one in plan_modules(model, policy)
+        (module.module, precisions[module.rule]) for module in plan_modules(model, policy)
     )
 
 

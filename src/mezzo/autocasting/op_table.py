@@ -201,12 +201,12 @@ def _weights_action(op: Op, entry: Entry) -> CastAction:
 def _conditions(op: Op, function: Function, lists: OpLists) -> tuple[Condition, ...]:
     return tuple(
         Condition(
-            *_argument(function, one.argument),
-            one.values,
-            _default_of(function, one.argument) in one.values,
+            *_argument(function, condition.argument),
+            condition.values,
+            _default_of(function, condition.argument) in condition.values,
         )
-        for one in lists.conditional
-        if one.op == op.name
+        for condition in lists.conditional
+        if condition.op == op.name
     )
 
 
@@ -329,10 +329,10 @@ def _default_of(function: Function, name: str) -> object:
         )
         default = next(
             (
-                one.default_value
+                argument.default_value
                 for schema in schemas
-                for one in schema.arguments
-                if one.name == name
+                for argument in schema.arguments
+                if argument.name == name
             ),
             None,
         )

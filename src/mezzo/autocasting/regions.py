@@ -89,6 +89,8 @@ class _Stack(list[Entered]):
 
 
 class _Thread(threading.local):
+    """What each thread knows of its regions, its compilation and its export."""
+
     def __init__(self) -> None:
         self.stack = _Stack()
         self.compiled: object = None
@@ -170,7 +172,9 @@ def _hand_over(stack: _Stack, entered: Entered) -> None:
     del stack[index]
     _, enabled, changed, cached, mode, pushed, key, _ = entered
     stack[index][_CACHED] = cached
-    successor = next((one for one in stack[index:] if one[0].device == entered[0].device), None)
+    successor = next(
+        (inner for inner in stack[index:] if inner[0].device == entered[0].device), None
+    )
     if successor is not None:
         before = successor[_DTYPE_BEFORE] if changed is None else changed
         modes = [mode, pushed, key] if mode is not None else successor[_MODE : _KEY + 1]
@@ -228,14 +232,14 @@ def _push_mode(region: Region) -> tuple[AutocastMode | None, bool, str]:
             return _NO_MODE
         register_with_dynamo()
         mode = AutocastMode(region.device, region.key)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        mode.__enter__()
         return mode, True, ""
     return mode, False, mode.use_table(region.key)
 
 
 def _pop_mode(mode: AutocastMode, key: str, *, pushed: bool) -> None:
     if pushed:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode.__exit__(None, None, None)
     else:
         mode.use_table(key)
 
@@ -247,7 +251,11 @@ def _another_dtype_elsewhere(dtype: torch.dtype) -> bool:
     since the thread returns to them.
     """
     others = [stack for stack in _stacks.values() if stack is not _thread.stack]
-    return any(one[0].enabled and one[-1] is not dtype for stack in others for one in list(stack))
+    return any(
+        entered[0].enabled and entered[-1] is not dtype
+        for stack in others
+        for entered in list(stack)
+    )
 
 
 @dataclass(slots=True)

@@ -159,7 +159,7 @@ def _when_imported(private: str, hook: Callable[[ModuleType, str], None]) -> Non
 
 def _has_table() -> bool:
     """Return whether the policy of a current region overrides torch's op lists."""
-    return any(one.key and one.enabled for one in current_regions())
+    return any(region.key and region.enabled for region in current_regions())
 
 
 def _hook_checkpoint() -> None:
@@ -236,6 +236,8 @@ class _OnImport(importlib.abc.MetaPathFinder):
 
 
 class _HookingLoader(importlib.abc.Loader):
+    """A loader that runs a hook after it has executed its module."""
+
     def __init__(self, loader: Any, hook: Callable[[ModuleType], None]) -> None:
         self._loader, self._hook = loader, hook
 
@@ -257,7 +259,9 @@ def _hook_export(module: ModuleType, name: str) -> None:
 
     @wraps(export)
     def export_in_regions(*args: Any, **kwargs: Any) -> Any:
-        regions = tuple(without_torch_autocast(one) for one in current_regions() if one.enabled)
+        regions = tuple(
+            without_torch_autocast(region) for region in current_regions() if region.enabled
+        )
         with exporting(), enter_regions(*regions):
             return export(*args, **kwargs)
 

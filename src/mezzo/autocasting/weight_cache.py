@@ -34,6 +34,8 @@ class CacheInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
+    """A cached cast, with the address and version of its weight at the cast."""
+
     weight: weakref.ref[torch.Tensor]
     pointer: int
     version: int

@@ -25,7 +25,7 @@ def wrap_function(
 ) -> Callable[P, R]:
     """Wrap a function so that its body runs in a region.
 
-    A generator or a coroutine leaves the region at every suspension and enters it again after.
+    A generator or a coroutine leaves the region at every suspension and enters it again afterwards.
     """
     if not callable(function):
         raise TypeError(

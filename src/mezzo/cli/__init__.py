@@ -22,7 +22,7 @@ def main() -> None:
 
 def _run_command() -> PendingScript:
     try:
-        from mezzo.cli.app import app, pending_script  # noqa: PLC0415 - needs the extra
+        from mezzo.cli.app import app, pending_script
     except ModuleNotFoundError as error:
         if error.name not in {"typer", "rich"}:
             raise

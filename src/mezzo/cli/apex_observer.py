@@ -8,7 +8,7 @@ import torch
 
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.compat.apex.amp._scale_loss import LossScaler
-from mezzo.observing.attach import LoopAttachment
+from mezzo.observing.attachments import LoopAttachment
 
 
 def observe_apex(attachment: LoopAttachment) -> bool:

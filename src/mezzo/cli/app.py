@@ -38,7 +38,7 @@ class PendingScript:
 
     def run(self) -> None:
         """Run it; raises what it raises, `SystemExit` too."""
-        from mezzo.cli.run_script import run_script  # noqa: PLC0415 - a second faster to --help
+        from mezzo.cli.run_script import run_script
 
         if self.script is not None:
             run_script(self.script)
@@ -121,7 +121,7 @@ def run(
     Under torchrun each rank writes a log, and one report names them:
     `torchrun --nproc-per-node 2 -m mezzo run --report out.html train.py`
     """
-    from mezzo.cli.run_script import Script  # noqa: PLC0415
+    from mezzo.cli.run_script import Script
 
     del context
     try:
@@ -155,10 +155,10 @@ def report(
     ] = False,
 ) -> None:
     """Write a report from a log, and print its summary."""
-    from mezzo.reporting.page import write_report  # noqa: PLC0415 - a second faster to --help
-    from mezzo.reporting.run_data import read_run  # noqa: PLC0415
-    from mezzo.reporting.summary import print_summary, summary_data  # noqa: PLC0415
-    from mezzo.reporting.tensorboard import write_tensorboard  # noqa: PLC0415
+    from mezzo.reporting.page import write_report
+    from mezzo.reporting.run_data import read_run
+    from mezzo.reporting.summary import print_summary, summary_data
+    from mezzo.reporting.tensorboard import write_tensorboard
 
     try:
         data = read_run(log)
@@ -226,7 +226,7 @@ def compare(
     ] = None,
     modes: Annotated[
         str | None,
-        typer.Option(help="Modes with commas, beside float32: torch.amp,O1,O2. Default: all."),
+        typer.Option(help="Modes with commas, besides float32: torch.amp,O1,O2. Default: all."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float16 or bfloat16.")] = None,
     device: Annotated[
@@ -245,7 +245,7 @@ def compare(
     All modes start from the same weights and get the same batches; times are medians of
     interleaved rounds. Ctrl-C ends the run, and what was measured so far is printed and written.
     """
-    from mezzo.cli import compare as comparing  # noqa: PLC0415 - a second faster to --help
+    from mezzo.cli import compare as comparing
 
     try:
         if list_workloads:
@@ -276,8 +276,8 @@ def doctor(
 
     Exit code 1 if something prevents training in 16 bits.
     """
-    from mezzo.cli.doctor import diagnose  # noqa: PLC0415
-    from mezzo.cli.machine import read_machine  # noqa: PLC0415
+    from mezzo.cli.doctor import diagnose
+    from mezzo.cli.machine import read_machine
 
     try:
         with spinner("timing matrix products"):
@@ -322,7 +322,7 @@ def explain(
     With a model it prints the dtype of every parameter, and, if the factory returns a sample, the
     ops of a forward pass.
     """
-    from mezzo.cli import explain as explaining  # noqa: PLC0415
+    from mezzo.cli import explain as explaining
 
     policy, target = explaining.split_arguments(policy, target)
     is_factory = target is not None and ":" in target
@@ -373,8 +373,8 @@ def convert(
 
     The model is put into eval mode. Prints the casts, the size and the error against float32.
     """
-    from mezzo.cli.convert_model import convert_model  # noqa: PLC0415
-    from mezzo.cli.explain import parse_policy  # noqa: PLC0415
+    from mezzo.cli.convert_model import convert_model
+    from mezzo.cli.explain import parse_policy
 
     try:
         with spinner(f"convert {factory}"):

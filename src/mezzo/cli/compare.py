@@ -68,7 +68,7 @@ class Options:
         if data is not None and not data.is_dir():
             raise MezzoError(f"There is no folder {str(data)!r} for --data.")
         names = [one.strip() for one in (modes or "").split(",") if one.strip()]
-        chosen = tuple(Mode.parse(one).value for one in names) or None
+        chosen = tuple(Mode.parse(name).value for name in names) or None
         return cls(Preset(preset), data, chosen, dtype, device, steps, rounds)
 
 
@@ -108,8 +108,8 @@ def run_workloads(name: str | None, options: Options) -> Results:
         raise MezzoError("--data is for one workload: pass its name instead of all.")
     try:
         _avoid_trapped_instructions(options.device)
-        for one in names:
-            _run_into(results, one, options)
+        for workload_name in names:
+            _run_into(results, workload_name, options)
             if results.interrupted:
                 break
     except KeyboardInterrupt:
@@ -146,7 +146,7 @@ def _names(name: str | None) -> Sequence[str]:
 
 def _workloads() -> dict[str, str]:
     """Return the built-in workloads: a line about each, by name."""
-    from mezzo.comparing.registry import WORKLOADS  # noqa: PLC0415 - not needed for a factory
+    from mezzo.comparing.builtin_workloads import WORKLOADS
 
     return {**WORKLOADS, _PROGRAMS: _PROGRAMS_LINE}
 
@@ -169,7 +169,7 @@ def _run(name: str, options: Options, progress: Progress) -> Comparison:
 
 
 def _run_programs(options: Options, progress: Progress) -> Comparison:
-    from mezzo.comparing.paddle_runs import PROGRAMS, run_programs  # noqa: PLC0415
+    from mezzo.comparing.paddle_runs import PROGRAMS, run_programs
 
     device, done = torch.device(options.device or hardware().device), count()
     return run_programs(
@@ -181,7 +181,7 @@ def _run_programs(options: Options, progress: Progress) -> Comparison:
 
 
 def _load(name: str, options: Options) -> Workload:
-    from mezzo.comparing.registry import load_workload  # noqa: PLC0415
+    from mezzo.comparing.builtin_workloads import load_workload
 
     return load_workload(name, options.preset, options.data)
 
@@ -189,7 +189,7 @@ def _load(name: str, options: Options) -> Workload:
 def load_own(name: str) -> Workload:
     """Return the workload of a factory."""
     setup = load_setup(name)
-    unknown = next((one for one in setup if one not in _SETUP), None)
+    unknown = next((key for key in setup if key not in _SETUP), None)
     if unknown is not None:
         raise MezzoError(
             f"{name} returned a dictionary with {unknown!r}. {choices(_SETUP)}"
@@ -212,7 +212,9 @@ def _avoid_trapped_instructions(device: str | None) -> None:
     """
     if hardware(device).device != "cpu" or ISA_LIMIT in os.environ:
         return
-    if any(one.failure == "SIGILL" for one in time_products("cpu", ["bfloat16", "float16"])):
+    if any(
+        product.failure == "SIGILL" for product in time_products("cpu", ["bfloat16", "float16"])
+    ):
         os.environ[ISA_LIMIT] = WITHOUT_AMX
         typer.echo(
             "mezzo: this CPU reports instructions for 16 bits that it does not run. This run has"
@@ -241,7 +243,7 @@ def print_results(results: Results, *, as_json: bool) -> None:
         for comparison in results.comparisons:
             _print_comparison(comparison)
     elif results.several:
-        print_json([one.to_json() for one in results.comparisons])
+        print_json([comparison.to_json() for comparison in results.comparisons])
     elif results.comparisons:
         print_json(results.comparisons[0].to_json())
 
@@ -254,7 +256,7 @@ def check_report(path: Path | None) -> None:
 
 def write_page(results: Results, path: Path, *, as_json: bool) -> None:
     """Write a page with charts, if something was measured."""
-    from mezzo.comparing.page import write_comparison  # noqa: PLC0415 - needs the extra
+    from mezzo.comparing.page import write_comparison
 
     if results.comparisons:
         typer.echo(f"Report: {write_comparison(results.comparisons, path)}", err=as_json)
@@ -262,9 +264,9 @@ def write_page(results: Results, path: Path, *, as_json: bool) -> None:
 
 def _print_comparison(comparison: Comparison) -> None:
     """Print a table of modes, their notes, the numbers of documents and the verdict."""
-    from rich import box  # noqa: PLC0415 - not needed for JSON
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
     found = mode_table(comparison)
     shown = [place for place, name in enumerate(found.columns) if name != "note"]
@@ -282,8 +284,10 @@ def _print_comparison(comparison: Comparison) -> None:
     for mode in comparison.modes:
         if mode.note:
             typer.echo(f"{mode.mode}: {mode.note}")
-    for one in comparison.documented:
-        typer.echo(f"{one.source}: {one.mode} is {one.speedup:g} times as fast as float32")
+    for document in comparison.documented:
+        typer.echo(
+            f"{document.source}: {document.mode} is {document.speedup:g} times as fast as float32"
+        )
     typer.echo(f"\n{verdict(comparison)}\n")
 
 

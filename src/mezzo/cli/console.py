@@ -74,8 +74,8 @@ def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
 
     Yields a function that takes what is being done, and how much of it of how much.
     """
-    from rich.console import Console  # noqa: PLC0415 - not needed by most commands
-    from rich.progress import Progress  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import Progress
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -93,7 +93,7 @@ def progress_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
     """Show a spinner on stderr; nothing if that is not a terminal."""
-    from rich.console import Console  # noqa: PLC0415 - not needed by most commands
+    from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:

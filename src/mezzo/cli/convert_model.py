@@ -100,8 +100,8 @@ def convert_model(
         )
     model: nn.Module = setup["model"].eval()
     if examples:
-        device = next((one.device for one in model.parameters()), torch.device("cpu"))
-        arguments = tuple(one.to(device) for one in examples), {}
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        arguments = tuple(example.to(device) for example in examples), {}
     with user_code(factory):
         converted = mezzo.convert(model, arguments[0], arguments[1], policy)
         error = converted.compare(*arguments[0], **arguments[1]).worst
@@ -113,7 +113,7 @@ def convert_model(
     return Conversion(
         files,
         dtype,
-        sum(one.nbytes for one in [*model.parameters(), *model.buffers()]),
+        sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
         sum(file.stat().st_size for file in files),
         converted.casts.after.count,
         converted.casts.before.count,
@@ -129,7 +129,7 @@ def _write(converted: mezzo.Converted, output: Path) -> tuple[tuple[Path, ...], 
         return (output,), ()
     with warnings.catch_warnings(record=True, action="always") as caught:
         files = converted.export_onnx(output)
-    return files, tuple(str(one.message) for one in caught)
+    return files, tuple(str(warning.message) for warning in caught)
 
 
 def _dtype(converted: mezzo.Converted) -> str:

@@ -75,7 +75,9 @@ class Diagnosis:
     @property
     def speeds(self) -> Mapping[str, float]:
         """How many times as fast as float32 a product is, by dtype."""
-        times = {one.dtype: one.seconds for one in self.machine.products if one.seconds}
+        times = {
+            product.dtype: product.seconds for product in self.machine.products if product.seconds
+        }
         return {
             name: times["float32"] / seconds
             for name, seconds in times.items()
@@ -90,9 +92,9 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         extras = [
-            {"name": one.name, "installed": not one.missing, "missing": list(one.missing)}
-            | {"install": one.install}
-            for one in self.machine.extras
+            {"name": extra.name, "installed": not extra.missing, "missing": list(extra.missing)}
+            | {"install": extra.install}
+            for extra in self.machine.extras
         ]
         return {
             **asdict(self.machine),
@@ -113,13 +115,13 @@ class Diagnosis:
 
     def _dtypes(self) -> Iterator[str]:
         yield str(self.machine.device)
-        for one in self.machine.products:
-            if one.seconds is None:
-                yield f"  {one.dtype:9} product failed: {one.failure}"
+        for product in self.machine.products:
+            if product.seconds is None:
+                yield f"  {product.dtype:9} product failed: {product.failure}"
             else:
-                speed = self.speeds.get(one.dtype)
+                speed = self.speeds.get(product.dtype)
                 relative = "" if speed is None else f"  {speed:5.2f} × float32"
-                yield f"  {one.dtype:9} product {one.seconds * 1e3:8.3f} ms{relative}"
+                yield f"  {product.dtype:9} product {product.seconds * 1e3:8.3f} ms{relative}"
 
     def _advice(self) -> Iterator[str]:
         for title, notes in (
@@ -135,9 +137,11 @@ class Diagnosis:
     def _extras(self) -> Iterator[str]:
         if self.machine.extras:
             yield "\nExtras"
-        for one in self.machine.extras:
-            yield f"  {one.name:12} " + (
-                f"lacks {', '.join(one.missing)}: {one.install}" if one.missing else "installed"
+        for extra in self.machine.extras:
+            yield f"  {extra.name:12} " + (
+                f"lacks {', '.join(extra.missing)}: {extra.install}"
+                if extra.missing
+                else "installed"
             )
 
 
@@ -154,24 +158,30 @@ def diagnose(machine: Machine) -> Diagnosis:
     )
     version = version_of(machine.torch)
     traps = tuple(
-        Note("hint", one.text, one.remedy) for one in _TRAPS if one.first <= version < one.fixed
+        Note("hint", trap.text, trap.remedy)
+        for trap in _TRAPS
+        if trap.first <= version < trap.fixed
     )
     return Diagnosis(machine, notes, traps)
 
 
 def _crashes(machine: Machine) -> Iterator[Note]:
-    cured = {one.dtype for one in machine.products_without_amx if one.seconds is not None}
-    for one in machine.products:
-        if one.seconds is not None:
+    cured = {
+        product.dtype for product in machine.products_without_amx if product.seconds is not None
+    }
+    for product in machine.products:
+        if product.seconds is not None:
             continue
-        text = f"A product in {one.dtype} failed on {machine.device.name}: {one.failure}."
-        if one.failure != "SIGILL":
+        text = f"A product in {product.dtype} failed on {machine.device.name}: {product.failure}."
+        if product.failure != "SIGILL":
             yield Note("problem", text, "Check the driver, the free memory and the build of torch.")
             continue
         text += " The CPU reports instructions (AMX) that this virtual machine does not allow."
-        works = "with which it runs here" if one.dtype in cured else "which does not cure it here"
+        works = (
+            "with which it runs here" if product.dtype in cured else "which does not cure it here"
+        )
         remedy = f"Set {ISA_LIMIT}={WITHOUT_AMX}, {works}."
-        if one.dtype not in cured:
+        if product.dtype not in cured:
             remedy += f" {ISA_LIMIT}=AVX2 emulates 16 bits, slowly."
         yield Note("problem", text, remedy)
 

@@ -70,7 +70,7 @@ def load_setup(text: str) -> dict[str, Any]:
     module = _load(source)
     factory = getattr(module, name, None)
     if factory is None:
-        public = [one for one in vars(module) if not one.startswith("_")]
+        public = [name for name in vars(module) if not name.startswith("_")]
         raise MezzoError(f"{source} has no {name!r}.{nearest(name, public)}")
     if not callable(factory) or _is_model(factory):
         return _arguments(text, factory)

@@ -87,15 +87,15 @@ def version_of(text: str) -> tuple[int, int]:
 
 def read_machine(device: str | None = None, *, measure: bool = True) -> Machine:
     """Read the versions, settings and extras of this machine, and time products on a device."""
-    found = hardware(device)
+    device_hardware = hardware(device)
     machine = Machine(
         mezzo=mezzo.__version__,
         torch=torch.__version__,
         python=platform.python_version(),
         system=platform.platform(terse=True),
-        device=found,
+        device=device_hardware,
         isa_limit=os.environ.get(ISA_LIMIT),
-        triton=has_triton(torch.device(found.device)),
+        triton=has_triton(torch.device(device_hardware.device)),
         tf32=torch.get_float32_matmul_precision() != "highest",
         cudnn_benchmark=torch.backends.cudnn.benchmark,
         nvidia_driver=shutil.which("nvidia-smi") is not None,
@@ -105,13 +105,13 @@ def read_machine(device: str | None = None, *, measure: bool = True) -> Machine:
     )
     if not machine.is_tested:
         machine = replace(machine, lacking=tuple(name for name in FEATURES if lacks(name)))
-    if not measure or not (found.float16.supported or found.bfloat16.supported):
+    if not measure or not (device_hardware.float16.supported or device_hardware.bfloat16.supported):
         return machine
-    dtypes = ["float32", *(["tf32"] if found.device == "cuda" else [])]
-    dtypes += [name for name in ("float16", "bfloat16") if found.support(name).supported]
-    products = time_products(found.device, dtypes)
-    killed = [one.dtype for one in products if one.failure == "SIGILL"]
-    again = time_products(found.device, killed, {ISA_LIMIT: WITHOUT_AMX})
+    dtypes = ["float32", *(["tf32"] if device_hardware.device == "cuda" else [])]
+    dtypes += [name for name in ("float16", "bfloat16") if device_hardware.support(name).supported]
+    products = time_products(device_hardware.device, dtypes)
+    killed = [product.dtype for product in products if product.failure == "SIGILL"]
+    again = time_products(device_hardware.device, killed, {ISA_LIMIT: WITHOUT_AMX})
     return replace(machine, products=products, products_without_amx=again)
 
 
@@ -131,7 +131,7 @@ def _extras(distributions: Iterable[metadata.Distribution]) -> tuple[Extra, ...]
                 packages.setdefault(match[2], []).append(match[1])
         break
     return tuple(
-        Extra(name, tuple(one for one in needed if not _is_installed(one)))
+        Extra(name, tuple(package for package in needed if not _is_installed(package)))
         for name, needed in packages.items()
         if name != _FOR_DEVELOPERS
     )

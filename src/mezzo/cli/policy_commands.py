@@ -37,7 +37,7 @@ def new(
     half: Annotated[Names, typer.Option(help="An op in 16 bits; can be repeated.")] = None,
     full: Annotated[Names, typer.Option(help="An op in float32; can be repeated.")] = None,
     keep_full: Annotated[
-        Names, typer.Option(help="Modules whose parameters stay float32, beside norms.")
+        Names, typer.Option(help="Modules whose parameters stay float32, besides norms.")
     ] = None,
     master: Annotated[str | None, typer.Option(help="Format of the master weights.")] = None,
     force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
@@ -132,9 +132,9 @@ def check(
     if as_json:
         print_json(found)
     else:
-        for one in found:
-            typer.echo(f"{one['file']}: {one['error'] or 'valid; ' + one['note']}")
-    raise typer.Exit(0 if all(one["valid"] for one in found) else FOUND)
+        for checked in found:
+            typer.echo(f"{checked['file']}: {checked['error'] or 'valid; ' + checked['note']}")
+    raise typer.Exit(0 if all(result["valid"] for result in found) else FOUND)
 
 
 def _check(file: Path, device: str | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mezzo._errors import MezzoError
 from mezzo.advising.lint import lint
 from mezzo.cli.apex_observer import observe_apex
 from mezzo.cli.rank_logs import Ranks
-from mezzo.observing.attach import LoopAttachment
+from mezzo.observing.attachments import LoopAttachment
 from mezzo.observing.log import LogWriter, log_path
 from mezzo.observing.module_hooks import ModuleHook
 from mezzo.observing.op_stats import OpStats
@@ -140,9 +140,11 @@ class ScriptObserver:
         attachment = run._attachment
         if attachment is None:
             return []
-        inside = {id(one) for model in attachment.models for one in model.parameters()}
-        trained = [one for optimizer in attachment.optimizers for one in parameters(optimizer)]
-        outside = sum(id(one) not in inside for one in trained)
+        inside = {id(parameter) for model in attachment.models for parameter in model.parameters()}
+        trained = [
+            parameter for optimizer in attachment.optimizers for parameter in parameters(optimizer)
+        ]
+        outside = sum(id(parameter) not in inside for parameter in trained)
         found = []
         if outside:
             found.append(f"{outside} of {len(trained)} trained parameters are not in it")
@@ -187,11 +189,13 @@ class ScriptObserver:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._is_done or not self._optimizers or not torch.is_grad_enabled():
             return
-        trained = {id(one) for one in module.parameters() if one.requires_grad}
-        optimizers = [one for one in self._optimizers.values() if _steps_any(one, trained)]
+        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        optimizers = [
+            optimizer for optimizer in self._optimizers.values() if _steps_any(optimizer, trained)
+        ]
         if not optimizers or torch.compiler.is_compiling():
             return
-        scaler = next((one for one in self._scalers.values() if one.is_enabled()), None)
+        scaler = next((scaler for scaler in self._scalers.values() if scaler.is_enabled()), None)
         with self._unless_it_fails():
             self._observe_loop(module, optimizers, scaler)
 
@@ -205,7 +209,7 @@ class ScriptObserver:
             return
         self._stepped.add(optimizer)
         attachment = None if self.run is None else self.run._attachment
-        if attachment is None or not any(one is optimizer for one in attachment.optimizers):
+        if attachment is None or not any(other is optimizer for other in attachment.optimizers):
             count = len(parameters(optimizer))
             self._others.append(f"{type(optimizer).__name__} ({count} parameters)")
 
@@ -255,7 +259,11 @@ def _adder(objects: WeakValueDictionary[int, Any]) -> Callable[[Any], None]:
 
 
 def _steps_any(optimizer: torch.optim.Optimizer, parameters: set[int]) -> bool:
-    return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
+    return any(
+        id(parameter) in parameters
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def _note_losses(attachment: LoopAttachment) -> None:

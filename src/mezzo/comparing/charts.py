@@ -52,27 +52,31 @@ def comparison_charts(comparison: Comparison) -> dict[str, Figure]:
 
 def _time_bars(comparison: Comparison) -> Figure | None:
     # The time of a converted model is that of a forward pass.
-    modes = [one for one in comparison.modes if rounded(one.milliseconds) and one.mode != INFERENCE]
-    ratios = [comparison.speedup(one.mode) for one in modes]
+    modes = [
+        mode for mode in comparison.modes if rounded(mode.milliseconds) and mode.mode != INFERENCE
+    ]
+    ratios = [comparison.speedup(mode.mode) for mode in modes]
     texts = [
         f"{one.milliseconds:.3g} ms{f' · {ratio:.2f} ×' if ratio else ''}"
         for one, ratio in zip(modes, ratios, strict=True)
     ]
-    return _bars(modes, [rounded(one.milliseconds) for one in modes], texts, "ms")
+    return _bars(modes, [rounded(mode.milliseconds) for mode in modes], texts, "ms")
 
 
 def _byte_bars(comparison: Comparison, field: str) -> Figure | None:
-    modes = [one for one in comparison.modes if getattr(one, field)]
-    sizes = [getattr(one, field) for one in modes]
+    modes = [mode for mode in comparison.modes if getattr(mode, field)]
+    sizes = [getattr(mode, field) for mode in modes]
     values = [rounded(size / 2**20) for size in sizes]
     return _bars(modes, values, list(map(format_bytes, sizes)), "MiB")
 
 
 def _cast_bars(comparison: Comparison) -> Figure | None:
-    modes = [one for one in comparison.modes if one.casts is not None]
-    if not any(one.casts for one in modes):
+    modes = [mode for mode in comparison.modes if mode.casts is not None]
+    if not any(mode.casts for mode in modes):
         return None
-    return _bars(modes, [one.casts for one in modes], [f"{one.casts:,}" for one in modes], "casts")
+    return _bars(
+        modes, [mode.casts for mode in modes], [f"{mode.casts:,}" for mode in modes], "casts"
+    )
 
 
 def _bars(
@@ -84,11 +88,11 @@ def _bars(
         "type": "bar",
         "orientation": "h",
         # Names are escaped because plotly interprets some tags in labels.
-        "y": [escape(one.mode) for one in modes],
+        "y": [escape(mode.mode) for mode in modes],
         "x": list(values),
         "text": list(texts),
         "textposition": "auto",
-        "marker": {"color": [color_of(one.mode) for one in modes]},
+        "marker": {"color": [color_of(mode.mode) for mode in modes]},
         "hovertemplate": "%{y}: %{text}<extra></extra>",
     }
     layout = {
@@ -102,12 +106,15 @@ def _bars(
 
 def _curves(comparison: Comparison, field: str) -> Figure | None:
     """Return a line for each mode over epochs, or over the steps."""
-    modes = [one for one in comparison.modes if len(getattr(one, field)) > 1]
+    modes = [mode for mode in comparison.modes if len(getattr(mode, field)) > 1]
     if not modes:
         return None
-    by_epoch = any(one.accuracy_curve for one in comparison.modes)
+    by_epoch = any(mode.accuracy_curve for mode in comparison.modes)
     share = field == "accuracy_curve"
-    traces = [_curve(one, getattr(one, field), comparison.steps, by_epoch, share) for one in modes]
+    traces = [
+        _curve(mode, getattr(mode, field), comparison.steps, by_epoch=by_epoch, share=share)
+        for mode in modes
+    ]
     layout = {
         "xaxis": {"title": {"text": "epoch" if by_epoch else "step"}},
         "yaxis": {"tickformat": ".0%"} if share else {"rangemode": "tozero"},
@@ -122,8 +129,9 @@ def _curve(
     mode: ModeResult,
     values: Sequence[float],
     steps: int,
-    by_epoch: bool,  # noqa: FBT001
-    share: bool,  # noqa: FBT001
+    *,
+    by_epoch: bool,
+    share: bool,
 ) -> dict[str, Any]:
     count = len(values)
     numbers = range(1, count + 1)
@@ -131,7 +139,7 @@ def _curve(
         "type": "scatter",
         "mode": "lines+markers",
         "name": escape(mode.mode),
-        "x": list(numbers) if by_epoch else [round(steps * one / count) for one in numbers],
+        "x": list(numbers) if by_epoch else [round(steps * number / count) for number in numbers],
         "y": [rounded(value) for value in values],
         "line": {"color": color_of(mode.mode), "width": 1.8},
         "marker": {"size": 5},

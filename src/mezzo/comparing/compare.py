@@ -115,7 +115,7 @@ def _chosen(modes: Sequence[str] | None) -> tuple[Mode, ...]:
     """Return the modes in their order, float32 first."""
     if modes is None:
         return tuple(Mode)
-    named = {Mode.parse(one) for one in ([modes] if isinstance(modes, str) else modes)}
+    named = {Mode.parse(mode) for mode in ([modes] if isinstance(modes, str) else modes)}
     return tuple(mode for mode in Mode if mode in named or mode is Mode.FLOAT32)
 
 

@@ -70,7 +70,7 @@ class Comparison:
 
     def mode(self, name: str) -> ModeResult | None:
         """Return the result of a mode, or None if it was not part of the run."""
-        return next((one for one in self.modes if one.mode == name), None)
+        return next((mode for mode in self.modes if mode.mode == name), None)
 
     def speedup(self, name: str) -> float | None:
         """Return how many times as fast as the baseline a mode is, or None without both times.

@@ -142,7 +142,7 @@ def text_batch(text: Tensor, number: int, size: int, length: int) -> Batch:
 def load_digits() -> LabeledImages:
     """Return scikit-learn's digits, enlarged from 8 × 8 to 32 × 32 pixels and three channels."""
     try:
-        from sklearn.datasets import (  # type: ignore[import-untyped] # noqa: PLC0415 - an extra
+        from sklearn.datasets import (  # noqa: PLC0415 - an extra
             load_digits as load,
         )
     except ImportError as error:

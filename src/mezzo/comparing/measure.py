@@ -51,7 +51,7 @@ class Batches:
         batch = self._kept.get(number)
         if batch is None:
             batch = self._setting.make_batch(number)
-            self._bytes += sum(one.nbytes for one in tensors_of(batch))
+            self._bytes += sum(tensor.nbytes for tensor in tensors_of(batch))
             if self._bytes <= _KEPT_BYTES:
                 self._kept[number] = batch
         return self._setting.move(batch)
@@ -100,8 +100,10 @@ def _state_bytes(training: Training) -> int:
     Modes differ in whether gradients are there between steps: they count in all.
     """
     training.optimizer.zero_grad(set_to_none=True)
-    trained = [one for one in training.model.parameters() if one.requires_grad]
-    return state_bytes(training.model, [training.optimizer]) + sum(one.nbytes for one in trained)
+    trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
+    return state_bytes(training.model, [training.optimizer]) + sum(
+        parameter.nbytes for parameter in trained
+    )
 
 
 def curve(losses: Sequence[float], epoch_steps: int | None) -> tuple[float, ...]:
@@ -113,7 +115,7 @@ def curve(losses: Sequence[float], epoch_steps: int | None) -> tuple[float, ...]
     count = len(losses)
     if epoch_steps is None:
         points = min(_POINTS, count)
-        ends = [count * one // points for one in range(points + 1)]
+        ends = [count * point // points for point in range(points + 1)]
     else:
         ends = [*range(0, count, epoch_steps), count]
     return tuple(fmean(losses[a:b]) for a, b in pairwise(ends))
@@ -185,7 +187,7 @@ def convert_trained(
         # The conversion needs more memory than the program that it makes.
         peak = Peak(setting.device)
         converted(*args, **kwargs)
-    stored = sum(one.nbytes for one in converted.module.state_dict().values())
+    stored = sum(tensor.nbytes for tensor in converted.module.state_dict().values())
     result = ModeResult(
         Mode.CONVERTED.value,
         dtype_name(setting.dtype),

@@ -60,7 +60,7 @@ class Mode(StrEnum):
 
 
 def _plain(name: str) -> str:
-    return "".join(one for one in name.lower() if one.isalnum())
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,10 @@ def _own_loss(outputs: Any) -> Tensor:
     try:
         return loss_of_output(outputs)
     except PolicyError:
-        floating = [one for one in tensors_of(outputs) if one.is_floating_point()]
+        floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
         if not floating:
             raise
-        return torch.stack([one.float().square().mean() for one in floating]).sum()
+        return torch.stack([output.float().square().mean() for output in floating]).sum()
 
 
 def _copier(model: nn.Module, optimizer: Optimizer | None) -> Callable[[nn.Module], Optimizer]:
@@ -110,18 +110,21 @@ def _copier(model: nn.Module, optimizer: Optimizer | None) -> Callable[[nn.Modul
 def _check(model: Any, sample: Any, loss_fn: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise PolicyError(f"compare takes a model, got {type(model).__name__}.")
-    if any(decoration_of(one) is not None for one in unwrapped(model).modules()):
+    if any(decoration_of(module) is not None for module in unwrapped(model).modules()):
         raise PolicyError(
             "The model is decorated, and each mode trains a copy of the plain model. Return it"
             " before decorate, or call mezzo.undecorate(model)."
         )
-    half = next((one.dtype for one in model.parameters() if one.dtype in HALF_DTYPES), None)
+    half = next(
+        (parameter.dtype for parameter in model.parameters() if parameter.dtype in HALF_DTYPES),
+        None,
+    )
     if half is not None:
         raise PolicyError(
             f"The model has {dtype_name(half)} parameters, and each mode is compared with float32."
             " Return model.float()."
         )
-    if not any(one.requires_grad for one in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PolicyError(f"{type(model).__name__} has no parameters that are trained.")
     is_pair = isinstance(sample, tuple | list) and len(sample) > 1
     if loss_fn is not None and not is_pair:

@@ -109,9 +109,9 @@ def run_programs(
         rounds=1,
         modes=tuple(modes),
         documented=tuple(
-            Documented(one.mode, one.speedup, "PaddlePaddle, V100")
-            for one in PROGRAMS
-            if one.speedup is not None
+            Documented(program.mode, program.speedup, "PaddlePaddle, V100")
+            for program in PROGRAMS
+            if program.speedup is not None
         ),
         complete=complete,
         baseline=PROGRAMS[0].mode,

@@ -67,7 +67,7 @@ def write_comparison(
 def render(comparisons: Sequence[Comparison], stored: tuple[Comparison, ...]) -> str:
     """Return the page about comparisons."""
     parts = [_part(number, one, stored) for number, one in enumerate(comparisons, 1)]
-    names = ", ".join(dict.fromkeys(one.workload for one in comparisons))
+    names = ", ".join(dict.fromkeys(comparison.workload for comparison in comparisons))
     return render_page(
         asset("mezzo.comparing", "page.html"),
         "write_comparison",

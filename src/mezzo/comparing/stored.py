@@ -59,10 +59,10 @@ def read_results(path: Path) -> tuple[Comparison, ...]:
 def others(comparison: Comparison, stored: tuple[Comparison, ...]) -> list[Comparison]:
     """Return the stored results of the same workload, those of this machine left out."""
     return [
-        one
-        for one in stored
-        if one.workload == comparison.workload
-        and (one.machine, one.preset) != (comparison.machine, comparison.preset)
+        result
+        for result in stored
+        if result.workload == comparison.workload
+        and (result.machine, result.preset) != (comparison.machine, comparison.preset)
     ]
 
 
@@ -83,10 +83,10 @@ def _check_types(part: Comparison | ModeResult | Documented) -> None:
         value = getattr(part, field.name)
         names = str(field.type).split(" | ")
         if all(name in _TYPES for name in names):
-            values, allowed = [value], tuple(one for name in names for one in _TYPES[name])
+            values, allowed = [value], tuple(kind for name in names for kind in _TYPES[name])
         elif str(field.type) == "tuple[float, ...]":
             values, allowed = list(value), _TYPES["float"]
         else:
             continue
-        if not all(isinstance(one, allowed) for one in values):
+        if not all(isinstance(entry, allowed) for entry in values):
             raise TypeError(f"{field.name} is {value!r}")

@@ -32,7 +32,7 @@ def mode_table(comparison: Comparison) -> Table:
 
 def machine_table(comparisons: Sequence[Comparison]) -> Table:
     """Return the time of each mode of a workload on each machine, and its ratio to float32."""
-    names = dict.fromkeys(one.mode for result in comparisons for one in result.modes)
+    names = dict.fromkeys(mode.mode for result in comparisons for mode in result.modes)
     rows = [(name, *(_on_machine(name, result) for result in comparisons)) for name in names]
     return make_table(
         ("ms (× float32)", *map(machine_name, comparisons)),
@@ -42,17 +42,17 @@ def machine_table(comparisons: Sequence[Comparison]) -> Table:
 
 def documented_table(comparisons: Sequence[Comparison]) -> Table:
     """Return how many times as fast as float32 documents report a mode, and what was measured."""
-    documented = dict.fromkeys(one for result in comparisons for one in result.documented)
+    documented = dict.fromkeys(document for result in comparisons for document in result.documented)
     return make_table(
         ("document", "mode", "document: × float32", *map(machine_name, comparisons)),
         [
             (
-                one.source,
-                one.mode,
-                _times(one.speedup),
-                *(_speedup(one.mode, result) for result in comparisons),
+                document.source,
+                document.mode,
+                _times(document.speedup),
+                *(_speedup(document.mode, result) for result in comparisons),
             )
-            for one in documented
+            for document in documented
         ],
     )
 
@@ -70,7 +70,7 @@ def summary_table(comparisons: Sequence[Comparison]) -> Table:
             "× float32",
             "memory",
         ),
-        [_summary_row(one) for one in comparisons],
+        [_summary_row(comparison) for comparison in comparisons],
     )
 
 

@@ -49,10 +49,12 @@ def judge(comparison: Comparison) -> Verdict:
         )
     if comparison.baseline != BASELINE:
         return _judge_programs(comparison, base)
-    others = [one for one in comparison.modes if one.mode not in {comparison.baseline, INFERENCE}]
-    timed = sorted((one for one in others if one.milliseconds), key=_time)
-    good, best = [one for one in timed if trains_as_well(one, base)], fastest_mode(comparison)
-    bad = [one for one in others if one.loss is not None and not trains_as_well(one, base)]
+    others = [
+        mode for mode in comparison.modes if mode.mode not in {comparison.baseline, INFERENCE}
+    ]
+    timed = sorted((mode for mode in others if mode.milliseconds), key=_time)
+    good, best = [mode for mode in timed if trains_as_well(mode, base)], fastest_mode(comparison)
+    bad = [mode for mode in others if mode.loss is not None and not trains_as_well(mode, base)]
     tail = (*_differences(bad, base), *_interrupted(comparison))
     if best is not None and best is not base:
         facts = (*_memory(best, base), *_training(best, base, comparison.steps), *tail)
@@ -69,8 +71,8 @@ def _judge_programs(comparison: Comparison, base: ModeResult) -> Verdict:
     best = min(comparison.modes, key=_time)
     if best is base:
         return Verdict(Status.WATCH, f"{base.mode} is the fastest program.", ())
-    reported = [one for one in comparison.documented if one.mode == best.mode]
-    beside = "".join(f"; {one.source}: {one.speedup:g}" for one in reported[:1])
+    reported = [document for document in comparison.documented if document.mode == best.mode]
+    beside = "".join(f"; {document.source}: {document.speedup:g}" for document in reported[:1])
     return Verdict(
         Status.GOOD,
         f"{_name(best)} is the fastest program: {_time(base) / _time(best):.1f} times as fast as"
@@ -91,13 +93,13 @@ def fastest_mode(comparison: Comparison) -> ModeResult | None:
     if base is None or not base.milliseconds:
         return None
     others = [
-        one
-        for one in comparison.modes
-        if one.milliseconds
-        and one.mode != INFERENCE
-        and base.milliseconds / one.milliseconds >= _FASTER
+        mode
+        for mode in comparison.modes
+        if mode.milliseconds
+        and mode.mode != INFERENCE
+        and base.milliseconds / mode.milliseconds >= _FASTER
         # Programs of a document also differ in how they train.
-        and (comparison.baseline != BASELINE or trains_as_well(one, base))
+        and (comparison.baseline != BASELINE or trains_as_well(mode, base))
     ]
     return min(others, key=_time, default=base)
 

@@ -58,10 +58,10 @@ class ArchiveReader:
 
     def __init__(self, archive: ZipFile, size: int) -> None:
         self._zip = archive
-        self._parts = {one.filename: one for one in archive.infolist()}
+        self._parts = {entry.filename: entry for entry in archive.infolist()}
         repeated = [
             name
-            for name, count in Counter(one.filename for one in archive.infolist()).items()
+            for name, count in Counter(entry.filename for entry in archive.infolist()).items()
             if count > 1
         ]
         if repeated:
@@ -224,12 +224,12 @@ class TensorWriter:
         archive.raw(PART, self._pieces())
         return [
             {
-                "dtype": dtype_name(one.dtype),
-                "shape": list(one.shape),
-                "stride": list(one.stride()),
-                "device": str(one.device),
+                "dtype": dtype_name(tensor.dtype),
+                "shape": list(tensor.shape),
+                "stride": list(tensor.stride()),
+                "device": str(tensor.device),
             }
-            for one in self._tensors
+            for tensor in self._tensors
         ]
 
     def _pieces(self) -> Iterator[memoryview]:

@@ -290,8 +290,8 @@ def row_error(tensor: torch.Tensor, rounded: torch.Tensor) -> float:
     with torch.no_grad():
         difference = rounded.to(tensor.dtype, copy=True).sub_(tensor)
         error, size = (
-            torch.linalg.vector_norm(one, dim=-1, dtype=torch.float64)
-            for one in (difference, tensor)
+            torch.linalg.vector_norm(tensor_, dim=-1, dtype=torch.float64)
+            for tensor_ in (difference, tensor)
         )
         return float((error / size).nan_to_num(nan=0.0).max())
 

@@ -28,34 +28,36 @@ _DIMENSIONS = 3
 def with_checks(exported: ExportedProgram) -> ExportedProgram:
     """Return the program with checks before unchecked ops; itself if it calls no such op."""
     if not any(
-        node.target in CHECKED for one in _graphs(exported.graph_module) for node in one.graph.nodes
+        node.target in CHECKED
+        for graph in _graphs(exported.graph_module)
+        for node in graph.graph.nodes
     ):
         return exported
     checked = copy.copy(exported)
     checked._graph_module = copied_graph(exported.graph_module)
-    for one in _graphs(checked.graph_module):
-        for node in one.graph.nodes:
+    for graph_module in _graphs(checked.graph_module):
+        for node in graph_module.graph.nodes:
             node.target = CHECKED.get(node.target, node.target)
-        one.recompile()
+        graph_module.recompile()
     return checked
 
 
 def lstm(
-    input: torch.Tensor,  # noqa: A002
+    input: torch.Tensor,
     hx: Sequence[torch.Tensor],
     params: Sequence[torch.Tensor],
-    has_biases: bool,  # noqa: FBT001
+    has_biases: bool,
     num_layers: int,
     dropout: float,
-    train: bool,  # noqa: FBT001
-    bidirectional: bool,  # noqa: FBT001
-    batch_first: bool,  # noqa: FBT001
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
 ) -> Any:
     """Call `aten::lstm.input` if its weights and states fit its input."""
-    states = [tuple(one.shape) for one in hx]
+    states = [tuple(state.shape) for state in hx]
     if (
         input.dim() != _DIMENSIONS
-        or [len(one) for one in states] != [_DIMENSIONS, _DIMENSIONS]
+        or [len(state) for state in states] != [_DIMENSIONS, _DIMENSIONS]
         or num_layers < 1
     ):
         raise _size_error("lstm", [input, *hx])
@@ -74,14 +76,14 @@ def lstm(
     if (
         not hidden
         or states != [(layers, batch, outputs), (layers, batch, hidden)]
-        or [tuple(one.shape) for one in params] != needed
+        or [tuple(parameter.shape) for parameter in params] != needed
     ):
         raise _size_error("lstm", [input, *hx, *params])
     # The kernel ignores strides.
-    input, hx, params = (  # noqa: A001
+    input, hx, params = (
         input.contiguous(),
-        [one.contiguous() for one in hx],
-        [one.contiguous() for one in params],
+        [state.contiguous() for state in hx],
+        [parameter.contiguous() for parameter in params],
     )
     return _aten.lstm.input(
         input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
@@ -100,11 +102,11 @@ def embedding_bag(
     weight: torch.Tensor,
     indices: torch.Tensor,
     offsets: torch.Tensor,
-    scale_grad_by_freq: bool,  # noqa: FBT001
+    scale_grad_by_freq: bool,
     mode: int,
-    sparse: bool,  # noqa: FBT001
+    sparse: bool,
     per_sample_weights: torch.Tensor | None,
-    include_last_offset: bool,  # noqa: FBT001
+    include_last_offset: bool,
     padding_idx: int | None,
 ) -> Any:
     """Call `aten::embedding_bag.padding_idx` if offsets and indices are in range.
@@ -160,10 +162,10 @@ def _division(op: Any) -> Callable[..., Any]:
         """
         # torch.result_type, which torch.compile does not support: tensors without dimensions count
         # only if all are.
-        tensors = [one for one in (self, other) if isinstance(one, torch.Tensor)]
+        tensors = [operand for operand in (self, other) if isinstance(operand, torch.Tensor)]
         dtype = reduce(
             torch.promote_types,
-            [one.dtype for one in [one for one in tensors if one.dim()] or tensors],
+            [one.dtype for one in [tensor for tensor in tensors if tensor.dim()] or tensors],
         )
         if (
             rounding_mode == "trunc"
@@ -199,11 +201,11 @@ CHECKED: Mapping[Any, Callable[..., Any]] = {
 
 
 def _graphs(module: torch.nn.Module) -> list[GraphModule]:
-    return [one for one in module.modules() if isinstance(one, GraphModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, GraphModule)]
 
 
 def _size_error(op: str, tensors: Sequence[torch.Tensor]) -> CheckpointError:
-    sizes = ", ".join(str(list(one.shape)) for one in tensors)
+    sizes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
     return CheckpointError(
         f"The program calls {op} with tensors that do not fit each other: {sizes:.500}. Its file is"
         " damaged, or was not written by Converted.save."

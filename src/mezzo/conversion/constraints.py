@@ -328,26 +328,28 @@ def autocast_dtypes(
 
     `listed_half` returns the precision from the op lists, or None if the op follows its inputs.
     """
-    found: dict[Node, bool] = {}
+    is_half: dict[Node, bool] = {}
     for node, role in roles.items():
         results = float_values(node)
         if not results:
-            found[node] = (
-                _autocast_dtype(node, listed_half(node), found) if role is Role.OP else False
+            is_half[node] = (
+                _autocast_dtype(node, is_half, listed=listed_half(node))
+                if role is Role.OP
+                else False
             )
         elif role is Role.ELEMENT and results[0].dtype is torch.float32:
-            found[node] = found.get(node.args[0], False)  # type: ignore[arg-type]
-        elif role is Role.OP and any(one.dtype is torch.float32 for one in results):
-            found[node] = _autocast_dtype(node, listed_half(node), found)
+            is_half[node] = is_half.get(node.args[0], False)  # type: ignore[arg-type]
+        elif role is Role.OP and any(result.dtype is torch.float32 for result in results):
+            is_half[node] = _autocast_dtype(node, is_half, listed=listed_half(node))
         else:
-            found[node] = results[0].dtype is half_dtype
-    return found
+            is_half[node] = results[0].dtype is half_dtype
+    return is_half
 
 
-def _autocast_dtype(node: Node, listed: bool | None, found: Mapping[Node, bool]) -> bool:  # noqa: FBT001
+def _autocast_dtype(node: Node, is_half: Mapping[Node, bool], *, listed: bool | None) -> bool:
     if listed is not None:
         return listed
-    inputs = [found.get(read.node, False) for read in deciding_reads(node)]
+    inputs = [is_half.get(read.node, False) for read in deciding_reads(node)]
     return bool(inputs) and all(inputs)
 
 

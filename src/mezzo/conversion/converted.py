@@ -56,7 +56,7 @@ class Converted:
 
     def __init__(self, converted: ConvertedPrograms) -> None:
         # Imported late: the runner imports the op registry, which `import mezzo` does not build.
-        from mezzo.conversion.program_runner import ProgramRunner  # noqa: PLC0415
+        from mezzo.conversion.program_runner import ProgramRunner
 
         self._converted = converted
         self._signatures: tuple[InputSignature, ...] = tuple(
@@ -131,7 +131,7 @@ class Converted:
             UnsupportedError: The program holds something that cannot be saved, such as a sparse
                 tensor or an op that does not check its arguments.
         """
-        from mezzo.conversion import saved_model  # noqa: PLC0415
+        from mezzo.conversion import saved_model
 
         programs = tuple(
             saved_model.SavedProgram(program.exported, program.plan.to_dict())
@@ -160,13 +160,13 @@ class Converted:
                 not allowed.
             UnsupportedError: The file needs a device that this machine does not have.
         """
-        from mezzo.conversion import saved_model  # noqa: PLC0415
+        from mezzo.conversion import saved_model
 
         saved = saved_model.load(path, device=device, custom_ops=custom_ops)
         with saved_model.reading_errors(path):
             programs = tuple(
-                ConvertedProgram(one.exported, GraphPlan.from_dict(one.plan))
-                for one in saved.programs
+                ConvertedProgram(program.exported, GraphPlan.from_dict(program.plan))
+                for program in saved.programs
             )
             return cls(ConvertedPrograms(programs, saved.options))
 
@@ -183,7 +183,7 @@ class Converted:
         Raises:
             UnsupportedError: An op has no ONNX counterpart, or ONNX rejects the graph.
         """
-        from mezzo.conversion import onnx_export  # noqa: PLC0415
+        from mezzo.conversion import onnx_export
 
         return onnx_export.export_each(
             [program.exported for program in self._converted.programs], path
@@ -202,7 +202,7 @@ class Converted:
         Returns:
             A `Comparison`. `print` it to see a table.
         """
-        from mezzo.conversion import compare  # noqa: PLC0415
+        from mezzo.conversion.compare_nodes import compare
 
         index, args, kwargs = self._select_program(args, kwargs)
         references = self._converted.references
@@ -212,7 +212,7 @@ class Converted:
                 "A model loaded from a file has no float32 program to compare with. Pass the model:"
                 " converted.compare(x, against=model)."
             )
-        return compare.compare(reference, self._converted.programs[index].exported, args, kwargs)
+        return compare(reference, self._converted.programs[index].exported, args, kwargs)
 
     def to(self, device: str | torch.device) -> Converted:
         """Return a copy of the model on another device.
@@ -228,7 +228,9 @@ class Converted:
             ConvertedProgram(_program_on(program.exported, device, memo), program.plan)
             for program in self._converted.programs
         )
-        references = tuple(_program_on(one, device, memo) for one in self._converted.references)
+        references = tuple(
+            _program_on(reference, device, memo) for reference in self._converted.references
+        )
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 
     def __copy__(self) -> Converted:
@@ -241,7 +243,8 @@ class Converted:
             for program in self._converted.programs
         )
         references = tuple(
-            _copy_program(one, torch.clone, tensors) for one in self._converted.references
+            _copy_program(reference, torch.clone, tensors)
+            for reference in self._converted.references
         )
         return Converted(ConvertedPrograms(programs, self._converted.options, references))
 
@@ -259,7 +262,7 @@ class Converted:
 def _program_on(
     exported: ExportedProgram, device: str | torch.device, memo: dict[int, torch.Tensor]
 ) -> ExportedProgram:
-    from torch.export.passes import move_to_device_pass  # noqa: PLC0415
+    from torch.export.passes import move_to_device_pass
 
     copied = _copy_program(exported, lambda tensor: tensor.to(device), memo)
     moved = move_to_device_pass(copied, device)
@@ -291,7 +294,7 @@ def _copy_program(
         return memo[id(value)]
 
     # Imported late: it reads torch's op lists, which `import mezzo` does not build.
-    from mezzo.conversion.nodes import copied_graph  # noqa: PLC0415
+    from mezzo.conversion.nodes import copied_graph
 
     module = copied_graph(exported.graph_module)
     program = ExportedProgram(

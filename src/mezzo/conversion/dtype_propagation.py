@@ -49,9 +49,9 @@ _KNOWN_MIXED_DTYPES = "mezzo_mixed"
 def fake_mode(module: GraphModule) -> FakeTensorMode | None:
     """Return the mode of a graph's fake tensors, or None if it has none."""
     for node in module.graph.nodes:
-        for one in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(one, FakeTensor):
-                return one.fake_mode
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
     return None
 
 
@@ -81,7 +81,7 @@ def propagate(module: GraphModule) -> None:
 
 def dtypes_of(example: Any) -> list[torch.dtype]:
     """Return the dtypes of the tensors in a node's value, in order."""
-    return [one.dtype for one in pytree.tree_leaves(example) if isinstance(one, torch.Tensor)]
+    return [leaf.dtype for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
 
 
 def set_dtypes(node: Node, dtypes: list[torch.dtype], mode: FakeTensorMode | None) -> None:
@@ -114,8 +114,8 @@ def _with_dtypes(example: Any, dtypes: list[torch.dtype], mode: FakeTensorMode) 
     leaves, spec = pytree.tree_flatten(example)
     remaining = iter(dtypes)
     changed = [
-        _with_dtype(one, next(remaining), mode) if isinstance(one, torch.Tensor) else one
-        for one in leaves
+        _with_dtype(leaf, next(remaining), mode) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
     ]
     return pytree.tree_unflatten(changed, spec)
 
@@ -175,13 +175,13 @@ def mixed_dtypes(node: Node) -> list[torch.dtype]:
     exempt = MIXED_PARAMETERS.get(op, ())
     dtypes = list(
         dict.fromkeys(
-            one.dtype
+            value.dtype
             for read in reads(node)
             if read.argument not in exempt
-            for one in float_values(read.node)
+            for value in float_values(read.node)
         )
     )
-    return [] if len(dtypes) < 2 or op in PROMOTING else dtypes  # noqa: PLR2004
+    return [] if len(dtypes) < 2 or op in PROMOTING else dtypes
 
 
 def _verify_inputs(node: Node) -> None:
@@ -217,11 +217,11 @@ def _verify_results(node: Node, mode: FakeTensorMode) -> None:
 
 
 def _verify_bodies(module: GraphModule, node: Node) -> None:
-    for one in pytree.tree_leaves(node.args):
+    for leaf in pytree.tree_leaves(node.args):
         if (
-            isinstance(one, Node)
-            and one.op == "get_attr"
-            and isinstance(body := getattr(module, str(one.target), None), GraphModule)
+            isinstance(leaf, Node)
+            and leaf.op == "get_attr"
+            and isinstance(body := getattr(module, str(leaf.target), None), GraphModule)
         ):
             verify(body)
 

@@ -108,7 +108,8 @@ def _undecorated(model: nn.Module) -> Iterator[None]:
     wrapper = model.__dict__.get("forward")
     wrapped = getattr(wrapper, _WRAPPED_FORWARD, None)
     if wrapped is None or any(
-        one.is_floating_point() and one.dtype is not torch.float32 for one in model.parameters()
+        parameter.is_floating_point() and parameter.dtype is not torch.float32
+        for parameter in model.parameters()
     ):
         yield
         return
@@ -127,7 +128,7 @@ def _export_settings(model: nn.Module) -> Iterator[None]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     # The fast path of attention is a single op, whose inner ops no policy could choose.
     torch.backends.mha.set_fastpath_enabled(False)
-    devices = {one.device.type for one in (*model.parameters(), *model.buffers())}
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     try:
         with ExitStack() as stack:
             for device in devices & {"cpu", "cuda", "xpu", "mps"}:
@@ -188,7 +189,7 @@ def _eager_error(model: nn.Module, args: Args, kwargs: Kwargs) -> Exception | No
     try:
         with torch.no_grad():
             copy.deepcopy(model)(*copy.deepcopy(args), **copy.deepcopy(dict(kwargs)))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - code of the user
         return error
     return None
 

@@ -19,6 +19,8 @@ those leaves rounding errors."""
 
 
 class _Terminal(Enum):
+    """The two ends of the flow network."""
+
     SOURCE = "source"
     SINK = "sink"
 
@@ -58,15 +60,15 @@ def minimum_cut(values: Sequence[Value], fixed: Mapping[Hashable, bool]) -> dict
     """
     arcs = [arc for number, value in enumerate(values) for arc in _arcs(value, number, fixed)]
     free = {
-        one: None
+        node: None
         for value in values
-        for one in (value.producer, *value.readers, *value.promoting)
-        if one not in fixed
+        for node in (value.producer, *value.readers, *value.promoting)
+        if node not in fixed
     }
     chosen: dict[Hashable, bool] = {}
     for members, inside in _components(free, arcs):
         chosen |= _solve(members, inside)
-    return {one: chosen[one] for one in free}
+    return {node: chosen[node] for node in free}
 
 
 # From values to arcs
@@ -144,20 +146,20 @@ def _components(
     """Split the network into the parts that are connected only through the source and the sink."""
     leader: dict[Hashable, Hashable] = {}
 
-    def find(one: Hashable) -> Hashable:
-        root = one
+    def find(member: Hashable) -> Hashable:
+        root = member
         while (above := leader.setdefault(root, root)) != root:
             root = above
-        while leader[one] != root:
-            leader[one], one = root, leader[one]
+        while leader[member] != root:
+            leader[member], member = root, leader[member]
         return root
 
     for tail, head, _ in arcs:
         if tail not in (_SOURCE, _SINK) and head not in (_SOURCE, _SINK):
             leader[find(tail)] = find(head)
     parts: dict[Hashable, tuple[list[Hashable], list[_Arc]]] = {}
-    for one in free:
-        parts.setdefault(find(one), ([], []))[0].append(one)
+    for node in free:
+        parts.setdefault(find(node), ([], []))[0].append(node)
     for arc in arcs:
         inner = arc[0] if arc[0] not in (_SOURCE, _SINK) else arc[1]
         parts.setdefault(find(inner), ([], []))[1].append(arc)
@@ -166,14 +168,14 @@ def _components(
 
 def _solve(members: list[Hashable], arcs: list[_Arc]) -> dict[Hashable, bool]:
     numbers: dict[Hashable, int] = {_SOURCE: 0, _SINK: 1}
-    for one in (*members, *(end for arc in arcs for end in arc[:2])):
-        numbers.setdefault(one, len(numbers))
+    for end_node in (*members, *(end for arc in arcs for end in arc[:2])):
+        numbers.setdefault(end_node, len(numbers))
     network = FlowNetwork(len(numbers))
     for tail, head, capacity in arcs:
         network.add_arc(numbers[tail], numbers[head], capacity)
     network.max_flow(0, 1)
     on_sink_side = network.can_reach(1)
-    return {one: not on_sink_side[numbers[one]] for one in members}
+    return {member: not on_sink_side[numbers[member]] for member in members}
 
 
 class FlowNetwork:

@@ -176,7 +176,7 @@ def float_values(node: Node) -> list[torch.Tensor]:
     """Return the floating-point tensors among a node's results, as fake tensors."""
     value = node.meta.get("val")
     results: Iterable[Any] = value if isinstance(value, list | tuple) else [value]
-    return [one for one in results if _is_float(one)]
+    return [result for result in results if _is_float(result)]
 
 
 def named_arguments(node: Node) -> Iterator[tuple[str, Any]]:
@@ -209,11 +209,11 @@ def reads(node: Node) -> list[Read]:
     """Return the floating-point tensors whose values a node reads."""
     shape_only = SHAPE_ARGUMENTS.get(aten_name(node), ())
     return [
-        Read(name, one)
+        Read(name, source)
         for name, value in named_arguments(node)
         if name not in shape_only
-        for one in nodes_in(value)
-        if float_values(one)
+        for source in nodes_in(value)
+        if float_values(source)
     ]
 
 
@@ -272,8 +272,8 @@ def _role_of_op(node: Node, half_dtype: torch.dtype) -> Role:
 
 def _has_other_dtypes(node: Node, half_dtype: torch.dtype) -> bool:
     """Return whether an op has dtypes besides float32 and the 16-bit one, or no float32 at all."""
-    dtypes = {one.dtype for one in float_values(node)} | {
-        one.dtype for read in reads(node) for one in float_values(read.node)
+    dtypes = {value.dtype for value in float_values(node)} | {
+        value.dtype for read in reads(node) for value in float_values(read.node)
     }
     return not dtypes <= {torch.float32, half_dtype} or torch.float32 not in dtypes
 
@@ -291,7 +291,9 @@ def deciding_reads(node: Node) -> list[Read]:
     """
     exempt = MIXED_PARAMETERS.get(op_name(node) or "", frozenset())
     candidates = [read for read in reads(node) if read.argument not in exempt]
-    with_dims = [read for read in candidates if any(one.dim() for one in float_values(read.node))]
+    with_dims = [
+        read for read in candidates if any(value.dim() for value in float_values(read.node))
+    ]
     return with_dims or candidates
 
 
@@ -351,7 +353,10 @@ def mutated_inputs(node: Node) -> list[Node]:
         if arguments.get("training", arguments.get("use_input_stats")):
             mutated |= _STATISTICS
     return [
-        one for name, value in named_arguments(node) if name in mutated for one in nodes_in(value)
+        source
+        for name, value in named_arguments(node)
+        if name in mutated
+        for source in nodes_in(value)
     ]
 
 
@@ -363,11 +368,14 @@ def _aliased_inputs(node: Node) -> list[Node]:
     schema = node.target._schema
     if aten_name(node) in _ALIASING:
         return list(nodes_in(node.args[0]))
-    if not any(one.alias_info is not None for one in schema.returns):
+    if not any(returned.alias_info is not None for returned in schema.returns):
         return []
     aliased = {argument.name for argument in schema.arguments if argument.alias_info is not None}
     return [
-        one for name, value in named_arguments(node) if name in aliased for one in nodes_in(value)
+        source
+        for name, value in named_arguments(node)
+        if name in aliased
+        for source in nodes_in(value)
     ]
 
 

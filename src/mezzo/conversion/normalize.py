@@ -64,8 +64,8 @@ def _record_output_dtypes(module: GraphModule) -> None:
     """Record the dtypes of the model's outputs, which change when a region is inlined."""
     output = module.graph.output_node()
     output.meta[OUTPUT_DTYPES] = tuple(
-        float_values(one)[0].dtype if isinstance(one, Node) and float_values(one) else None
-        for one in output_values(output)
+        float_values(value)[0].dtype if isinstance(value, Node) and float_values(value) else None
+        for value in output_values(output)
     )
 
 
@@ -89,11 +89,11 @@ def _inline(module: GraphModule, node: Node, body_index: int, mark: str | None) 
     copies: dict[Node, Any] = dict(zip(placeholders, node.args[body_index + 1 :], strict=True))
     results: Any = ()
     with module.graph.inserting_before(node):
-        for one in inner.graph.nodes:
-            if one.op == "output":
-                results = map_arg(one.args[0], copies.__getitem__)
-            elif one.op != "placeholder":
-                copies[one] = _copy_node(module, inner, one, copies, mark)
+        for inner_node in inner.graph.nodes:
+            if inner_node.op == "output":
+                results = map_arg(inner_node.args[0], copies.__getitem__)
+            elif inner_node.op != "placeholder":
+                copies[inner_node] = _copy_node(module, inner, inner_node, copies, mark)
     for user in list(node.users):
         if user.target is operator.getitem:
             user.replace_all_uses_with(results[user.args[1]])
@@ -160,7 +160,7 @@ def _has_no_alias(names: list[Node]) -> bool:
     return (
         producer.op == "call_function"
         and producer.target is not operator.getitem
-        and all(_functional(one) is not None for one in others)
+        and all(_functional(other) is not None for other in others)
     )
 
 
@@ -178,8 +178,8 @@ def _functional(node: Node) -> OpOverload[..., Any] | None:
         return None
     name = node.target._schema.name.partition("::")[2][:-1]
     found = getattr(getattr(torch.ops.aten, name, None), node.target._overloadname, None)
-    dtypes = {one.dtype for read in node.all_input_nodes for one in float_values(read)} | {
-        one.dtype for one in float_values(node)
+    dtypes = {value.dtype for read in node.all_input_nodes for value in float_values(read)} | {
+        value.dtype for value in float_values(node)
     }
     return (
         found

@@ -99,8 +99,8 @@ def output_names(exported: ExportedProgram) -> list[str]:
 
 def _package() -> Any:
     try:
-        import onnx  # noqa: PLC0415
-        import onnxscript  # noqa: F401, PLC0415
+        import onnx
+        import onnxscript  # noqa: F401 - torch's exporter needs it
     except ImportError as error:
         raise UnsupportedError(
             f"Writing ONNX needs a package that is not installed: {error.name}. Install it with:"
@@ -110,7 +110,7 @@ def _package() -> Any:
 
 
 def _translated(exported: ExportedProgram, opset: int | None) -> Any:
-    from mezzo.conversion.onnx_translations import TRANSLATIONS  # noqa: PLC0415
+    from mezzo.conversion.onnx_translations import TRANSLATIONS
 
     try:
         # torch warns and logs about missing optional packages and its own deprecated calls.
@@ -141,8 +141,8 @@ def _fold_constants(model: Any) -> None:
     read transposed. Nodes that read a weight are not folded; runtimes do so when they load the
     file.
     """
-    from onnx_ir.passes.common import RemoveUnusedNodesPass  # noqa: PLC0415
-    from onnxscript.optimizer import fold_constants  # noqa: PLC0415
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+    from onnxscript.optimizer import fold_constants
 
     weights = set(model.graph.initializers.values())
     fold_constants(
@@ -154,12 +154,12 @@ def _fold_constants(model: Any) -> None:
 
 def _name_outputs(model: Any, names: list[str]) -> None:
     """Name the outputs; add `_out` to a name that an input, weight or inner value has already."""
-    from onnx_ir.passes.common import OutputFixPass  # noqa: PLC0415
+    from onnx_ir.passes.common import OutputFixPass
 
     # The pass adds a copy for an output that is an input, a weight or another output, and renames
     # the input.
     graph = model.graph
-    inputs = [one.name for one in graph.inputs]
+    inputs = [input_.name for input_ in graph.inputs]
     OutputFixPass()(model)
     taken = {
         *inputs,
@@ -237,12 +237,14 @@ def _write_large(onnx: Any, program: Any, path: Path) -> None:
 
 def _dtypes(exported: ExportedProgram) -> set[torch.dtype]:
     modules = [
-        one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
+        module
+        for module in exported.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
     ]
     values = [
         value
-        for one in modules
-        for node in one.graph.nodes
+        for module in modules
+        for node in module.graph.nodes
         for value in pytree.tree_leaves(node.meta.get("val"))
     ]
     return {value.dtype for value in values if isinstance(value, torch.Tensor)}

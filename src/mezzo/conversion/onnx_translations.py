@@ -20,13 +20,13 @@ for the values of a graph."""
 
 
 def training_batch_norm(
-    input: Any,  # noqa: A002
+    input: Any,
     weight: Any,
     bias: Any,
     running_mean: Any,
     running_var: Any,
-    training: bool,  # noqa: ARG001, FBT001
-    momentum: float,  # noqa: ARG001
+    training: bool,
+    momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
     """Translate batch norm in training mode, computed in float32 as torch does.
@@ -46,15 +46,15 @@ def training_batch_norm(
 
 
 def instance_norm(
-    input: Any,  # noqa: A002
+    input: Any,
     weight: Any = None,
     bias: Any = None,
     running_mean: Any = None,
     running_var: Any = None,
-    use_input_stats: bool = True,  # noqa: FBT001, FBT002
-    momentum: float = 0.1,  # noqa: ARG001
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
     eps: float = 1e-5,
-    cudnn_enabled: bool = False,  # noqa: ARG001, FBT001, FBT002
+    cudnn_enabled: bool = False,
 ) -> Any:
     """Translate instance norm, computed in float32 as torch does.
 
@@ -65,7 +65,9 @@ def instance_norm(
             _wide(input), op.Constant(value_ints=[*range(2, len(input.shape))])
         )
     else:
-        mean, variance = (op.Reshape(one, _channels(input)) for one in (running_mean, running_var))
+        mean, variance = (
+            op.Reshape(statistic, _channels(input)) for statistic in (running_mean, running_var)
+        )
     return _normalized(input, mean, variance, weight, bias, eps)
 
 

@@ -89,7 +89,8 @@ class ConvertOptions:
             "half": sorted(self.half),
             "full": sorted(self.full),
             "conditional": [
-                [one.op, one.argument, list(one.values), one.reason] for one in self.conditional
+                [condition.op, condition.argument, list(condition.values), condition.reason]
+                for condition in self.conditional
             ],
             "exclude": list(self.exclude),
             "cast_params": self.cast_params,
@@ -139,11 +140,11 @@ def read_lists(
 def read_exclude(exclude: Collection[str] | str) -> tuple[str, ...]:
     """Check the names and globs of `exclude=`."""
     patterns = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    for one in patterns:
-        if not isinstance(one, str):
+    for pattern in patterns:
+        if not isinstance(pattern, str):
             raise PolicyError(
                 "exclude= takes names of nodes, paths of modules and globs such as 'encoder.*',"
-                f" got {one!r}."
+                f" got {pattern!r}."
             )
     return patterns
 
@@ -158,7 +159,7 @@ def check_options(options: ConvertOptions, nodes: Iterable[Node], names: Collect
     for field, wanted in (
         ("half", options.half),
         ("full", options.full),
-        ("conditional", frozenset(one.op for one in options.conditional)),
+        ("conditional", frozenset(condition.op for condition in options.conditional)),
     ):
         for name in sorted(wanted - ops):
             raise PolicyError(
@@ -167,7 +168,7 @@ def check_options(options: ConvertOptions, nodes: Iterable[Node], names: Collect
             )
     modules = {path for node in listed for path in module_paths(node)}
     for pattern in options.exclude:
-        if not any(_matches(pattern, one) for one in (*names, *modules)):
+        if not any(_matches(pattern, name) for name in (*names, *modules)):
             raise PolicyError(
                 f"exclude= has {pattern!r}, which matches no node and no module of the"
                 f" graph.{nearest(pattern, (*modules, *names))} `print(converted.plan)` shows both;"
@@ -188,7 +189,7 @@ def matching_exclusion(options: ConvertOptions, node: Node, name: str) -> str | 
         (
             pattern
             for pattern in options.exclude
-            if any(_matches(pattern, one) for one in candidates)
+            if any(_matches(pattern, candidate) for candidate in candidates)
         ),
         None,
     )
@@ -197,12 +198,15 @@ def matching_exclusion(options: ConvertOptions, node: Node, name: str) -> str | 
 def matching_condition(conditions: Iterable[Conditional], name: str, node: Node) -> str | None:
     """Return the reason why a call's arguments keep the op in float32, or None."""
     arguments: dict[str, Any] | None = None
-    for one in conditions:
-        if one.op != name:
+    for condition in conditions:
+        if condition.op != name:
             continue
         arguments = dict(named_arguments(node)) if arguments is None else arguments
-        if one.argument in arguments and _unpacked(arguments[one.argument]) in one.values:
-            return f"{one.argument}={_unpacked(arguments[one.argument])!r}: {one.reason}"
+        if condition.argument not in arguments:
+            continue
+        value = _unpacked(arguments[condition.argument])
+        if value in condition.values:
+            return f"{condition.argument}={value!r}: {condition.reason}"
     return None
 
 
@@ -228,11 +232,11 @@ def module_rule(
 def out_of_range(node: Node, dtype: torch.dtype) -> str | None:
     """Return why a number in a call does not fit a 16-bit dtype, or None if all fit."""
     limits = torch.finfo(dtype)
-    for one in _numbers(node):
-        if abs(one) > limits.max and abs(one) != float("inf"):
-            return f"{one:g} is beyond the range of {dtype_name(dtype)}"
-        if 0 < abs(one) < limits.smallest_normal:
-            return f"{one:g} is too small for {dtype_name(dtype)}"
+    for number in _numbers(node):
+        if abs(number) > limits.max and abs(number) != float("inf"):
+            return f"{number:g} is beyond the range of {dtype_name(dtype)}"
+        if 0 < abs(number) < limits.smallest_normal:
+            return f"{number:g} is too small for {dtype_name(dtype)}"
     return None
 
 
@@ -244,9 +248,9 @@ def _numbers(node: Node) -> list[float]:
     if not isinstance(node.target, OpOverload):
         return []
     computed = {
-        one.name
-        for one in node.target._schema.arguments
-        if any(kind in str(one.type) for kind in ("number", "Tensor"))
+        argument.name
+        for argument in node.target._schema.arguments
+        if any(kind in str(argument.type) for kind in ("number", "Tensor"))
     }
     return [
         value

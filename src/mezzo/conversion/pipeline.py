@@ -54,7 +54,7 @@ def convert_model(
     checked = read_options(policy, _device_type(module, calls), **options)
     exported = [export(module, *call, dynamic_shapes) for call in calls]
     pool, modules = WeightPool(), dict(module.named_modules(remove_duplicate=False))
-    programs = tuple(convert_program(one, checked, modules, pool) for one in exported)
+    programs = tuple(convert_program(program, checked, modules, pool) for program in exported)
     converted = Converted(ConvertedPrograms(programs, checked.to_dict(), tuple(exported)))
     if _events.listening():
         _emit_event(module, checked, converted, time.perf_counter() - begin)
@@ -86,7 +86,7 @@ def convert_program(
 
 def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
     """Return the example calls, each as its arguments and keyword arguments."""
-    if not isinstance(args, list) or not all(isinstance(one, tuple) for one in args):
+    if not isinstance(args, list) or not all(isinstance(arg, tuple) for arg in args):
         return [(args, {} if kwargs is None else kwargs)]
     if not args:
         raise ConversionError(
@@ -94,7 +94,7 @@ def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
             " arguments."
         )
     if kwargs is None or isinstance(kwargs, Mapping):
-        return [(one, kwargs or {}) for one in args]
+        return [(arg, kwargs or {}) for arg in args]
     several = list(kwargs)
     if len(several) != len(args):
         raise ConversionError(
@@ -105,7 +105,7 @@ def _example_calls(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
 
 
 def _device_type(module: nn.Module, calls: list[tuple[Any, Any]]) -> str:
-    inputs = (one for one in pytree.tree_leaves(calls) if isinstance(one, torch.Tensor))
+    inputs = (leaf for leaf in pytree.tree_leaves(calls) if isinstance(leaf, torch.Tensor))
     tensors = [*module.parameters(), *module.buffers(), *inputs]
     return tensors[0].device.type if tensors else "cpu"
 
@@ -129,6 +129,8 @@ def _emit_event(
 
 
 class _PlannedProgram(NamedTuple):
+    """An exported program with the plans of its graphs."""
+
     exported: ExportedProgram
     """The weights and signature that belong to the graphs."""
     subgraphs: list[Subgraph]
@@ -293,7 +295,14 @@ def _update_example_dtypes(
     for node, dtype in dtypes.items():
         if planned.assignment.roles[node] is not Role.FIXED:
             before = dtypes_of(node.meta["val"])
-            set_dtypes(node, [dtype if one is torch.float32 else one for one in before], mode)
+            set_dtypes(
+                node,
+                [
+                    dtype if dtype_before is torch.float32 else dtype_before
+                    for dtype_before in before
+                ],
+                mode,
+            )
 
 
 # The converted program
@@ -349,5 +358,5 @@ def _cast_examples(exported: ExportedProgram, module: GraphModule) -> Any:
     )
     return map_tensors(
         exported.example_inputs,
-        lambda one: one.to(dtype=next(dtypes)) if one.is_floating_point() else one,
+        lambda tensor: tensor.to(dtype=next(dtypes)) if tensor.is_floating_point() else tensor,
     )

@@ -102,9 +102,9 @@ class GraphPlan(Sequence[GraphRow]):
 
     def row(self, node: str) -> GraphRow:
         """Return the row of a node; raise `KeyError` if there is none of this name."""
-        for one in self.rows:
-            if one.node == node:
-                return one
+        for row in self.rows:
+            if row.node == node:
+                return row
         raise KeyError(node)
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ class GraphPlan(Sequence[GraphRow]):
         """Read a plan from the values of `to_dict`; raise `CheckpointError` if they are not one."""
         try:
             rows = tuple(
-                GraphRow(**{one.name: _text(row[one.name]) for one in fields(GraphRow)})
+                GraphRow(**{field_.name: _text(row[field_.name]) for field_ in fields(GraphRow)})
                 for row in plain["rows"]
             )
             before, after = (

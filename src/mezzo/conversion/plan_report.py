@@ -153,7 +153,7 @@ def casts_after(module: GraphModule) -> CastBytes:
 
 def _cast(node: Node) -> CastBytes:
     results = float_values(node)
-    read = [one for read in reads(node) for one in float_values(read.node)]
+    read = [value for read in reads(node) for value in float_values(read.node)]
     if not results or not read:
         return CastBytes()
     source, target = read[0].dtype, results[0].dtype

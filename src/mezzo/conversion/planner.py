@@ -179,7 +179,7 @@ def _cut_values(
         strict: list[Hashable] = []
         promoting: list[Hashable] = []
         for user in node.users:
-            for read in (one for one in reads(user) if one.node is node):
+            for read in (read for read in reads(user) if read.node is node):
                 reader = _reader(user, read, roles, fixed, options, body_dtypes)
                 if reader is not None:
                     (promoting if reader.promotes else strict).append(reader.key)

@@ -94,7 +94,8 @@ def _flatten_recurrent_weights(exported: ExportedProgram) -> None:
     for node in exported.graph.nodes:
         if aten_name(node) in RECURRENT:
             weights: list[Any] = [
-                tensors.get(one.name) for one in nodes_in(dict(named_arguments(node))["params"])
+                tensors.get(weight.name)
+                for weight in nodes_in(dict(named_arguments(node))["params"])
             ]
             if weights and _can_flatten(weights):
                 with torch.cuda.device_of(weights[0]), torch.no_grad():
@@ -104,10 +105,10 @@ def _flatten_recurrent_weights(exported: ExportedProgram) -> None:
 def _can_flatten(weights: list[Any]) -> bool:
     """Return whether cuDNN computes with these weights, and all are stored in separate memory."""
     first = weights[0]
-    if not all(isinstance(one, torch.Tensor) for one in weights) or not first.is_cuda:
+    if not all(isinstance(weight, torch.Tensor) for weight in weights) or not first.is_cuda:
         return False
-    alike = all(one.dtype is first.dtype and one.device == first.device for one in weights)
-    separate = len({one.data_ptr() for one in weights}) == len(weights)
+    alike = all(weight.dtype is first.dtype and weight.device == first.device for weight in weights)
+    separate = len({weight.data_ptr() for weight in weights}) == len(weights)
     cudnn = torch.backends.cudnn.is_acceptable(first)
     return alike and separate and cudnn and uses_flat_cudnn_weights()
 

@@ -109,7 +109,7 @@ def _constant_values(exported: ExportedProgram, module: GraphModule) -> dict[Nod
         for spec in exported.graph_signature.input_specs
         if spec.kind in _WEIGHTS and spec.target is not None
     }
-    known: dict[Node, Any] = {
+    constants: dict[Node, Any] = {
         node: named[node.name]
         for node in module.graph.find_nodes(op="placeholder")
         if node.name in named and node not in mutated
@@ -119,21 +119,21 @@ def _constant_values(exported: ExportedProgram, module: GraphModule) -> dict[Nod
             node not in mutated
             and _is_pure(node)
             and (node.all_input_nodes or aten_name(node) in _SOURCES)
-            and all(one in known for one in node.all_input_nodes)
+            and all(source in constants for source in node.all_input_nodes)
         ):
             with torch.no_grad():
-                args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-                known[node] = node.target(*args, **kwargs)
-    return known
+                args, kwargs = map_arg((node.args, node.kwargs), constants.__getitem__)
+                constants[node] = node.target(*args, **kwargs)
+    return constants
 
 
 def _is_pure(node: Node) -> bool:
     """Return whether a call has static sizes and no side effects or random numbers."""
     sizes = [
         size
-        for one in pytree.tree_leaves(node.meta.get("val"))
-        if isinstance(one, torch.Tensor)
-        for size in one.shape
+        for leaf in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(leaf, torch.Tensor)
+        for size in leaf.shape
     ]
     if not all(isinstance(size, int) for size in sizes):
         return False
@@ -146,7 +146,7 @@ def _is_pure(node: Node) -> bool:
     )
 
 
-def _worth_storing(known: Mapping[Node, Any]) -> list[Node]:
+def _worth_storing(constants: Mapping[Node, Any]) -> list[Node]:
     """Return the constants to store in place of the weights from which they are computed.
 
     Either the value takes some computing and is no larger than its weights, or it takes at most
@@ -154,31 +154,32 @@ def _worth_storing(known: Mapping[Node, Any]) -> list[Node]:
     """
     read_outside = [
         node
-        for node, value in known.items()
-        if isinstance(value, torch.Tensor) and not all(user in known for user in node.users)
+        for node, value in constants.items()
+        if isinstance(value, torch.Tensor) and not all(user in constants for user in node.users)
     ]
     sources = {node: _source_weights(node) for node in read_outside if node.op == "call_function"}
     # Several values may be slices of one weight, as the parts of a joint projection are: their
     # sizes are added.
     largest = {
-        node: max(weights, key=lambda one: int(known[one].nbytes))
+        node: max(weights, key=lambda weight: int(constants[weight].nbytes))
         for node, (weights, _) in sources.items()
         if weights
     }
     stored_bytes = Counter[Node]()
     for node, weight in largest.items():
-        stored_bytes[weight] += _stored_bytes(known[node], known[weight])
-    found = []
+        stored_bytes[weight] += _stored_bytes(constants[node], constants[weight])
+    worth_storing = []
     for node, weight in largest.items():
         weights, computed = sources[node]
-        replaces_weight = 2 * stored_bytes[weight] <= known[weight].nbytes and all(
-            user in known for user in weight.users
+        replaces_weight = 2 * stored_bytes[weight] <= constants[weight].nbytes and all(
+            user in constants for user in weight.users
         )
         if replaces_weight or (
-            computed and known[node].numel() <= sum(known[one].numel() for one in weights)
+            computed
+            and constants[node].numel() <= sum(constants[weight].numel() for weight in weights)
         ):
-            found.append(node)
-    return found
+            worth_storing.append(node)
+    return worth_storing
 
 
 def _stored_bytes(value: torch.Tensor, weight: torch.Tensor) -> int:
@@ -190,20 +191,22 @@ def _source_weights(node: Node) -> tuple[set[Node], bool]:
     """Return the weights that a value depends on, and whether more is done than moving them."""
     weights, computed, waiting = set[Node](), False, [node]
     while waiting:
-        one = waiting.pop()
-        if one.op == "placeholder":
-            weights.add(one)
+        current = waiting.pop()
+        if current.op == "placeholder":
+            weights.add(current)
         else:
             computed = computed or (
-                isinstance(one.target, OpOverload) and aten_name(one) not in _MOVES
+                isinstance(current.target, OpOverload) and aten_name(current) not in _MOVES
             )
-            waiting += one.all_input_nodes
+            waiting += current.all_input_nodes
     return weights, computed
 
 
 def _replace_by_placeholder(module: GraphModule, node: Node, after: str | None) -> str:
     """Replace a node by a new placeholder, and return its name."""
-    placeholders = {one.name: one for one in module.graph.find_nodes(op="placeholder")}
+    placeholders = {
+        placeholder.name: placeholder for placeholder in module.graph.find_nodes(op="placeholder")
+    }
     insertion_point = (
         module.graph.inserting_after(placeholders[after])
         if after in placeholders
@@ -332,11 +335,11 @@ def _store_in_float16(
 
 def _cast_results(module: GraphModule, node: Node) -> None:
     mode = fake_mode(module)
-    for one in (node, *node.users):
-        before = dtypes_of(one.meta["val"])
+    for result in (node, *node.users):
+        before = dtypes_of(result.meta["val"])
         dtypes = [torch.float16 if dtype is torch.float32 else dtype for dtype in before]
-        set_dtypes(one, dtypes, mode)
-    for element in [one for one in node.users if one.users]:
+        set_dtypes(result, dtypes, mode)
+    for element in [user for user in node.users if user.users]:
         wide = _cast(module, element, torch.float32, element.next)
         element.replace_all_uses_with(wide, lambda user, wide=wide: user is not wide)  # type: ignore[misc]
     node.meta[REWRITTEN] = Rewritten(aten_name(node), _REASON)

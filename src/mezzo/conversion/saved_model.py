@@ -281,12 +281,14 @@ def _with_device(graph: Any, device: torch.device | None) -> Any:
 def _namespaces(exported: ExportedProgram) -> set[str]:
     """Return the namespaces of the custom ops that a program calls, subgraphs included."""
     modules = [
-        one for one in exported.graph_module.modules() if isinstance(one, torch.fx.GraphModule)
+        module
+        for module in exported.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
     ]
     return {
         node.target.namespace
-        for one in modules
-        for node in one.graph.nodes
+        for module in modules
+        for node in module.graph.nodes
         if isinstance(node.target, OpOverload)
     } - {"aten"}
 

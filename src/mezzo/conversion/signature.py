@@ -81,15 +81,15 @@ class InputSignature:
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the sizes and dtypes of inputs as text, for error messages."""
         leaves = [
-            str(TensorInput(tuple(one.shape), one.dtype))
-            if isinstance(one, torch.Tensor)
-            else repr(one)
-            for one in pytree.tree_leaves((args, kwargs))
+            str(TensorInput(tuple(leaf.shape), leaf.dtype))
+            if isinstance(leaf, torch.Tensor)
+            else repr(leaf)
+            for leaf in pytree.tree_leaves((args, kwargs))
         ]
         return ", ".join(leaves) or "nothing"
 
     def __str__(self) -> str:
-        return ", ".join(str(one) if one is not None else "…" for one in self.tensors)
+        return ", ".join(str(tensor) if tensor is not None else "…" for tensor in self.tensors)
 
 
 def input_signature(exported: ExportedProgram) -> InputSignature:
@@ -104,7 +104,7 @@ def input_signature(exported: ExportedProgram) -> InputSignature:
         _tensor_input(nodes[arg.name]) if isinstance(arg, TensorArgument) else None for arg in specs
     )
     args, kwargs = pytree.tree_unflatten(range(len(tensors)), exported.call_spec.in_spec)
-    has_mapping = any(_has_mapping(one) for one in (*args, *kwargs.values()))
+    has_mapping = any(_has_mapping(value) for value in (*args, *kwargs.values()))
     structure = exported.call_spec.in_spec if has_mapping else None
     return InputSignature(tensors, tuple(kwargs), structure)
 

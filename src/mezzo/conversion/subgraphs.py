@@ -161,8 +161,8 @@ class _HigherOrderCall:
             and self.around.assignment.dtype_of(value) is half_dtype
         }
         if not all(
-            isinstance(one, Node) and isinstance(one.meta.get("val"), torch.Tensor)
-            for one in operands[:carried]
+            isinstance(operand, Node) and isinstance(operand.meta.get("val"), torch.Tensor)
+            for operand in operands[:carried]
         ):
             return self._plan_bodies(), {}
         while True:
@@ -256,11 +256,11 @@ class _HigherOrderCall:
 
 def _bodies(module: GraphModule, node: Node) -> Iterator[tuple[str, GraphModule]]:
     """Iterate over the graphs that a higher-order operator calls, with their names."""
-    for one in nodes_in(node.args):
-        if one.op == "get_attr" and isinstance(
-            body := getattr(module, str(one.target), None), GraphModule
+    for source in nodes_in(node.args):
+        if source.op == "get_attr" and isinstance(
+            body := getattr(module, str(source.target), None), GraphModule
         ):
-            yield str(one.target), body
+            yield str(source.target), body
 
 
 def _has_dtype(value: Any, dtype: torch.dtype) -> bool:

@@ -75,8 +75,10 @@ def check(name: str, custom_ops: Collection[str]) -> None:
                 " defines it first"
             )
     if namespace == "aten" and any(
-        one.is_out
-        for one in get_schema(f"aten::{op}", "" if overload == "default" else overload).arguments
+        argument.is_out
+        for argument in get_schema(
+            f"aten::{op}", "" if overload == "default" else overload
+        ).arguments
     ):
         raise CheckpointError(
             f"it calls {qualified}, which writes to out=; torch.export never writes such a call"
@@ -196,7 +198,9 @@ def _validate(value: Any, kind: Any, field: str, rules: Mapping[str, Rule]) -> A
     if origin in {typing.Union, types.UnionType}:
         return None if value is None else _validate(value, arguments[0], field, rules)
     if origin is list:
-        return [_validate(one, arguments[0], field, rules) for one in _typed(value, list, field)]
+        return [
+            _validate(entry, arguments[0], field, rules) for entry in _typed(value, list, field)
+        ]
     if origin is dict:
         return {
             _text(name, f"{field}[]", rules): _validate(one, arguments[1], field, rules)

@@ -111,7 +111,7 @@ def symbol_range(text: str) -> None:
     """Accept the name of a dynamic size. torch counts up to the number after `u`: it is limited."""
     _require(bool(_RANGED.fullmatch(text)), "a dynamic size has an invalid name", text)
     _require(
-        not any(len(digits) > 5 for digits in re.findall(r"[0-9]+", text)),  # noqa: PLR2004
+        not any(len(digits) > 5 for digits in re.findall(r"[0-9]+", text)),
         "a dynamic size has too large a number",
         text,
     )
@@ -194,13 +194,16 @@ def _is_expression(node: ast.expr, depth: int = _DEEPEST) -> bool:
                 name in _FUNCTIONS
                 and not keywords
                 and depth > 0
-                and all(_is_number(one) or _is_expression(one, depth - 1) for one in arguments)
+                and all(
+                    _is_number(argument) or _is_expression(argument, depth - 1)
+                    for argument in arguments
+                )
             )
     return False
 
 
 def _is_leaf(name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-    if len(arguments) != 1 or not all(_is_assumption(one) for one in keywords):
+    if len(arguments) != 1 or not all(_is_assumption(keyword) for keyword in keywords):
         return False
     match arguments[0]:
         case ast.Constant(value=str() as word) if name == "Symbol":
@@ -264,7 +267,7 @@ def _is_guard(node: ast.AST, depth: int) -> bool:
 
 
 def _all_guards(nodes: list[Any], depth: int) -> bool:
-    return depth > 0 and all(_is_guard(one, depth - 1) for one in nodes)
+    return depth > 0 and all(_is_guard(node, depth - 1) for node in nodes)
 
 
 def _is_source(node: ast.expr) -> bool:
@@ -321,7 +324,7 @@ def _is_context(kind: str, registered: Any, context: Any) -> bool:
     """
     if registered.from_dumpable_context is None:
         return isinstance(context, str) and all(
-            _is_plain(one) for one in _flat(json.loads(context))
+            _is_plain(value) for value in _flat(json.loads(context))
         )
     if kind == "collections.defaultdict":
         factory = (
@@ -329,7 +332,7 @@ def _is_context(kind: str, registered: Any, context: Any) -> bool:
             and context.get("default_factory_module") == "builtins"
             and context.get("default_factory_name") in _FACTORIES
         )
-        return factory and all(_is_plain(one) for one in _flat(context.get("dict_context")))
+        return factory and all(_is_plain(value) for value in _flat(context.get("dict_context")))
     named = (
         pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(context)
         if kind == "collections.namedtuple" and isinstance(context, str)

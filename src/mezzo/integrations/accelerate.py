@@ -124,16 +124,16 @@ class _MezzoAccelerator:
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Decorate models and optimizers, then prepare them."""
         models = [
-            one
-            for one in args
-            if _is_new(one, nn.Module)
-            or (isinstance(one, nn.Module) and self._mezzo.evaluates(one))
+            arg
+            for arg in args
+            if _is_new(arg, nn.Module)
+            or (isinstance(arg, nn.Module) and self._mezzo.evaluates(arg))
         ]
-        optimizers = [one for one in args if _is_new(one, Optimizer)]
+        optimizers = [arg for arg in args if _is_new(arg, Optimizer)]
         owners = _owners(models, optimizers)
         for one, placed in zip(args, device_placement or [None] * len(args), strict=True):
             if _is_new(one, nn.Module):
-                self._move(one, placed)
+                self._move(one, placed=placed)
         if owners:
             self._decorate(owners, optimizers)
         elif self._mezzo.level in CASTS:
@@ -143,7 +143,7 @@ class _MezzoAccelerator:
                 self._prepare_alone(model)
         return super().prepare(*args, device_placement=device_placement)  # type: ignore[misc]
 
-    def _move(self, model: nn.Module, placed: bool | None) -> None:  # noqa: FBT001
+    def _move(self, model: nn.Module, *, placed: bool | None) -> None:
         """Move a model before it is decorated: master weights do not follow a later move."""
         target: Any = self
         if target.device_placement if placed is None else placed:
@@ -176,7 +176,7 @@ class _MezzoAccelerator:
     ) -> Any:
         """Prepare a model alone; one that is evaluated only runs in the autocast region."""
         if _is_new(model, nn.Module) and (evaluation_mode or decoration_of(model) is None):
-            self._move(model, device_placement)
+            self._move(model, placed=device_placement)
             if evaluation_mode:
                 self._mezzo.wrap_untrained(model)
             else:
@@ -197,8 +197,12 @@ class _MezzoAccelerator:
         """Unscale gradients of some optimizers, or of all that have any."""
         target: Any = self
         chosen = target._optimizers if optimizer is None else optimizer
-        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
-            plain = one.optimizer if isinstance(one, _optimizer.AcceleratedOptimizer) else one
+        for chosen_optimizer in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            plain = (
+                chosen_optimizer.optimizer
+                if isinstance(chosen_optimizer, _optimizer.AcceleratedOptimizer)
+                else chosen_optimizer
+            )
             if any(parameter.grad is not None for parameter in parameters(plain)):
                 self._mezzo.unscale_(plain)
 
@@ -243,8 +247,8 @@ class MezzoOptimizer(_optimizer.AcceleratedOptimizer):  # type: ignore[misc,name
         return self._result.skipped
 
 
-def _is_new(one: Any, kind: type) -> bool:
-    return isinstance(one, kind) and not getattr(one, "_is_accelerate_prepared", False)
+def _is_new(candidate: Any, kind: type) -> bool:
+    return isinstance(candidate, kind) and not getattr(candidate, "_is_accelerate_prepared", False)
 
 
 def _refuse_plain(optimizers: list[Optimizer]) -> None:
@@ -261,7 +265,7 @@ def _refuse_plain(optimizers: list[Optimizer]) -> None:
 
 def _owners(models: list[nn.Module], optimizers: list[Optimizer]) -> list[nn.Module]:
     """Return the models that have a parameter in one of the optimizers."""
-    trained = {id(one) for optimizer in optimizers for one in parameters(optimizer)}
+    trained = {id(parameter) for optimizer in optimizers for parameter in parameters(optimizer)}
     return [
         model
         for model in models

@@ -150,8 +150,10 @@ def _setup_call(frame: FrameType) -> tuple[Any, list[Optimizer], bool]:
 
 def _models_of(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the models with a parameter of an optimizer."""
-    held = {id(one) for optimizer in optimizers for one in parameters(optimizer)}
-    found = [model for model in models if any(id(one) in held for one in model.parameters())]
+    held = {id(parameter) for optimizer in optimizers for parameter in parameters(optimizer)}
+    found = [
+        model for model in models if any(id(parameter) in held for parameter in model.parameters())
+    ]
     if not found:
         raise UnsupportedError(
             "The optimizer has no parameter of a model that is sharded. Create it after"

@@ -172,7 +172,9 @@ def _reads_gradients(model: Any) -> bool:
 
 def _warn_of_averages(callbacks: list[Any], level: str) -> None:
     kinds = ("StochasticWeightAveraging", "WeightAveraging")
-    averaging = tuple(getattr(_pl.callbacks, one) for one in kinds if hasattr(_pl.callbacks, one))
+    averaging = tuple(
+        getattr(_pl.callbacks, kind) for kind in kinds if hasattr(_pl.callbacks, kind)
+    )
     for callback in callbacks:
         if isinstance(callback, averaging):
             warnings.warn(

@@ -113,7 +113,7 @@ class Precision:
             self._decorated.append(list(models))
         decoration = decoration_of(models[0])
         both = all_decorated(models, optimizers)
-        if decoration is None or any(decoration_of(one) is not decoration for one in both):
+        if decoration is None or any(decoration_of(owner) is not decoration for owner in both):
             raise PolicyError(
                 "The model is decorated already, but not with these optimizers. Decorate both in"
                 " one call, or call mezzo.undecorate(model) first."
@@ -138,7 +138,7 @@ class Precision:
         A model in evaluation mode may be, too: some packages load models in this mode.
         """
         clips = self.options.get("clip_norm") is not None
-        is_trainable = any(one.requires_grad for one in model.parameters())
+        is_trainable = any(parameter.requires_grad for parameter in model.parameters())
         return self.level not in CASTS and is_trainable and (model.training or not clips)
 
     def evaluate(self, model: nn.Module) -> None:
@@ -150,7 +150,7 @@ class Precision:
         if decoration is not None:
             self._use(decoration.plan)
         elif self.plan is None:
-            self._device = next((one.device.type for one in model.parameters()), "cpu")
+            self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
             region = autocast(self._parsed, device_type=self._device, model=model)
             self._enter = lambda: region
 
@@ -281,7 +281,7 @@ class Precision:
 
 def is_trained(model: nn.Module) -> bool:
     """Return whether a model is in training mode and has a parameter that is trained."""
-    return model.training and any(one.requires_grad for one in model.parameters())
+    return model.training and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _training_steps(optimizer: Optimizer) -> Sequence[Accumulating]:

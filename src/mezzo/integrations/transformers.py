@@ -17,8 +17,9 @@ from mezzo._errors import PolicyError
 from mezzo.autocasting.autocast import autocast
 from mezzo.integrations.precision import Precision, import_extra
 from mezzo.prepare.plan import PolicyArg
-from mezzo.step.components import Capture, Reduction, Scaler
+from mezzo.step.components import Scaler
 from mezzo.step.function_step import FunctionStep, train_step
+from mezzo.step.options import Capture, Reduction
 
 _transformers = import_extra("transformers", "transformers")
 import_extra("accelerate", "transformers")
@@ -52,7 +53,7 @@ class MezzoTrainerMixin:
         capture: str | bool = False,
         **kwargs: Any,
     ) -> None:
-        self._mezzo_capture = Capture.parse(capture)  # type: ignore[arg-type]
+        self._mezzo_capture = Capture.parse(capture)
         self.mezzo_step: FunctionStep | None = None
         """The captured step of this or the last training; None before, and without `capture`."""
         options = dict(decorate_options or {})

@@ -11,7 +11,7 @@ from torch import nn
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError
-from mezzo.observing.attach import Attachment
+from mezzo.observing.attachments import Attachment
 from mezzo.observing.records import RunStarted
 from mezzo.prepare.decoration import decoration_of
 from mezzo.scaling import observed_scaler
@@ -44,7 +44,7 @@ def check_target(target: Any, optimizer: Any, scaler: Any, *, ops: bool = False)
         optimizers = []
     else:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    wrong = next((one for one in optimizers if not isinstance(one, Optimizer)), None)
+    wrong = next((other for other in optimizers if not isinstance(other, Optimizer)), None)
     if wrong is not None:
         raise PolicyError(
             f"optimizer={wrong!r} is not a torch.optim.Optimizer. Pass the optimizer of the loop,"
@@ -75,12 +75,14 @@ def ranks() -> tuple[int, int]:
 
 def header(attachment: Attachment, rank: int, ranks: int) -> RunStarted:
     """Return the first record of a run: what runs, and where."""
-    decoration = next((one for one in map(decoration_of, attachment.models) if one), None)
+    decoration = next(
+        (decoration for decoration in map(decoration_of, attachment.models) if decoration), None
+    )
     plan = None if decoration is None else decoration.plan
-    dtypes = {one.dtype for model in attachment.models for one in model.parameters()}
+    dtypes = {parameter.dtype for model in attachment.models for parameter in model.parameters()}
     dtype = plan.dtype if plan is not None else next(iter(dtypes)) if len(dtypes) == 1 else None
     return RunStarted(
-        model=", ".join(type(one).__name__ for one in attachment.models),
+        model=", ".join(type(model).__name__ for model in attachment.models),
         policy=None if plan is None else plan.policy.level.value,
         dtype=None if dtype is None else dtype_name(dtype),
         device=str(attachment.device),

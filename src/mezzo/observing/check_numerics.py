@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo._errors import NumericsError, PolicyError, choices
-from mezzo.observing.checked_ops import (
+from mezzo.observing.checking_mode import (
     CheckedOp,
     CheckingMode,
     OpFilter,
@@ -25,7 +25,7 @@ from mezzo.observing.op_places import Observation, PlaceTracker
 from mezzo.observing.user_lines import user_line_level
 
 _NEVER = 2**62
-"""Number of the first bad call of an op that has none."""
+"""Number of the first bad call of an op without a bad call."""
 
 
 class NumericsMode(Enum):
@@ -191,7 +191,9 @@ class _Reporter:
         key = (op.aten, op.place.module, op.place.backward, is_read)
         if self._mode is NumericsMode.WARN and key in self._found:
             return
-        bad = next((one for one in op.outputs if not bool(one.isfinite().all())), op.outputs[0])
+        bad = next(
+            (output for output in op.outputs if not bool(output.isfinite().all())), op.outputs[0]
+        )
         found = replace(
             _finding(op, self._step, read=is_read),
             output=tensor_range(bad),
@@ -284,7 +286,9 @@ class _Recorder:
             by_device.setdefault(record.calls.device, []).append(record)
         found: list[tuple[int, NonFiniteOp]] = []
         for same in by_device.values():
-            values = torch.stack([one for record in same for one in (record.calls, record.first)])
+            values = torch.stack(
+                [tensor for record in same for tensor in (record.calls, record.first)]
+            )
             calls_and_first = values.reshape(-1, 2).tolist()
             for record, (calls, first) in zip(same, calls_and_first, strict=True):
                 if calls:

@@ -106,15 +106,18 @@ def compare_runs(log_a: Log, log_b: Log) -> RunDifference:
     records: list[list[Mapping[str, Any]]] = [
         list(read_log(log) if isinstance(log, str | os.PathLike) else log) for log in (log_a, log_b)
     ]
-    values = [{one.get("step"): one for one in of if one.get("kind") == KIND} for of in records]
-    if not all(values) and not all(any("loss" in one for one in of) for of in records):
+    values = [
+        {record.get("step"): record for record in of if record.get("kind") == KIND}
+        for of in records
+    ]
+    if not all(values) and not all(any("loss" in record for record in of) for of in records):
         raise PolicyError(
             "There is nothing to compare: a log has neither values nor losses. Write values with"
             " mezzo.record_values(log, step, batch)."
         )
     loss_step, losses = _first_loss(*records)
     found = RunDifference()
-    for step in [one for one in values[0] if one in values[1]]:
+    for step in [key for key in values[0] if key in values[1]]:
         one, other = (_fingerprints(of[step]) for of in values)
         found = _compare_values(one, other, step)
         if found:
@@ -145,10 +148,10 @@ class _Comparison:
         """Note the difference of two results."""
         self.largest = max(self.largest, difference)
 
-    def add_unmatched(self, run: int, one: Fingerprint, other: Fingerprint | None) -> None:
+    def add_unmatched(self, run: int, fingerprint: Fingerprint, other: Fingerprint | None) -> None:
         """Note a result that the other run does not have, or has with another size."""
-        name = f"{one.op} in {one.module}" if one.module else one.op
-        name += f" with {one.count} values" if other is not None else ""
+        name = f"{fingerprint.op} in {fingerprint.module}" if fingerprint.module else fingerprint.op
+        name += f" with {fingerprint.count} values" if other is not None else ""
         # Once for a result and its gradient.
         if name not in self.only[run]:
             self.only[run].append(name)
@@ -198,21 +201,21 @@ def _matched(
             yield it, match
 
 
-def _key(one: Fingerprint) -> tuple[Any, ...]:
-    return one.direction, one.module, one.op, one.index
+def _key(fingerprint: Fingerprint) -> tuple[Any, ...]:
+    return fingerprint.direction, fingerprint.module, fingerprint.op, fingerprint.index
 
 
-def _difference(one: Fingerprint, other: Fingerprint) -> float:
+def _difference(first: Fingerprint, second: Fingerprint) -> float:
     """Return the relative difference of two results, by their norms and their samples."""
-    scale = max(one.rms, other.rms)
-    if not (math.isfinite(one.rms) and math.isfinite(other.rms)):
-        same = str(one.rms) == str(other.rms)
+    scale = max(first.rms, second.rms)
+    if not (math.isfinite(first.rms) and math.isfinite(second.rms)):
+        same = str(first.rms) == str(second.rms)
         return 0.0 if same else math.inf
     if scale == 0.0:
         return 0.0
-    squares = [(a - b) ** 2 for a, b in zip(one.sample, other.sample, strict=True)]
+    squares = [(a - b) ** 2 for a, b in zip(first.sample, second.sample, strict=True)]
     sampled = math.sqrt(sum(squares) / len(squares))
-    return max(abs(one.rms - other.rms), sampled) / scale
+    return max(abs(first.rms - second.rms), sampled) / scale
 
 
 def _fingerprints(record: Mapping[str, Any]) -> list[Fingerprint]:

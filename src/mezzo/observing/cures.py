@@ -32,7 +32,7 @@ class Cure:
 
 
 def find_cure(replay: Replay, finding: Finding) -> Cure | None:
-    """Run what loses precision in float32, and what that shows next, until nothing does.
+    """Run the op that loses precision in float32, then the next one that does, until none is left.
 
     If that does not end, try bfloat16 in place of float16. The first policy that was tried is
     returned unverified if nothing helps; None if no policy changes the op.
@@ -54,7 +54,7 @@ def find_cure(replay: Replay, finding: Finding) -> Cure | None:
         try:
             current = replay.run(policy).finding
         except (MezzoError, RuntimeError):
-            # Not every op can run in float32 beside 16-bit weights.
+            # Not every op can run in float32 with 16-bit weights.
             break
     wider = _in_bfloat16(replay, finding)
     if wider is not None:

@@ -32,7 +32,7 @@ class Place:
 
 
 class Pausable:
-    """What modes that observe ops share: a block may be left out."""
+    """Base of modes that observe ops: a block can be excluded."""
 
     is_paused = False
     """Whether ops are not observed now."""
@@ -62,9 +62,9 @@ class FunctionPlaces(TorchFunctionMode):
         self._caller = caller
         """Frames below the one of this code are not the user's."""
         self._owners = {
-            one: name
+            parameter: name
             for name, module in modules.items()
-            for one in module.parameters(recurse=False)
+            for parameter in module.parameters(recurse=False)
         }
         for name, module in modules.items():
             if name:
@@ -154,11 +154,11 @@ def function_name(func: Callable[..., Any]) -> str | None:
 
 
 def _nodes(values: Any) -> list[Any]:
-    tensors = (one for one in pytree.tree_leaves(values) if isinstance(one, Tensor))
-    return [one.grad_fn for one in tensors if one.grad_fn is not None]
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
 
 
 def _name(node: Any) -> str:
-    """Return the name of the forward op of an autograd node, as far as it tells it."""
+    """Return the name of the forward op of an autograd node, as far as the node's name shows it."""
     name: str = node.name().rpartition("::")[2]
     return name.rpartition(_BACKWARD)[0] or name

@@ -115,7 +115,7 @@ def step_fields(
 
 
 def _fill_scales(scales: torch.Tensor, before: float) -> float:
-    """Replace each NaN, of a call without a change, by the scale before it; return the last one.
+    """Replace each NaN, which means no change, by the scale before it; return the last scale.
 
     >>> scales = torch.tensor([torch.nan, 8.0, torch.nan])
     >>> _fill_scales(scales, 2.0), scales.tolist()

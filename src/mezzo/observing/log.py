@@ -22,7 +22,7 @@ _FULL_STEPS = 1000
 """Steps that are all logged; then every 10th of the first 10 000, every 100th of 100 000, ..."""
 
 _TOGETHER = 32
-"""Of steps that arrive together, how many are written after these, at most."""
+"""The largest number of steps that are written after these, of those that arrive together."""
 
 
 class LogWriter:
@@ -61,13 +61,13 @@ class LogWriter:
 
     def write_steps(self, steps: list[Line]) -> None:
         """Write records of steps, passed as their fields."""
-        due = [one for one in steps if one["skipped"] or self._is_step_due(one["step"])]
-        lines = _dumps([{"kind": StepRecord.kind, **one} for one in due])
-        optional = [not one["skipped"] for one in due]
+        due = [step for step in steps if step["skipped"] or self._is_step_due(step["step"])]
+        lines = _dumps([{"kind": StepRecord.kind, **step} for step in due])
+        optional = [not step["skipped"] for step in due]
         self._write_lines(zip(lines, optional, strict=True))
 
     def step_interval(self, step: int, together: int = 1) -> int:
-        """Return of how many steps that were not skipped one is written, from this step on."""
+        """Return n if every n-th step that was not skipped is written, from this step on."""
         return step_interval(step, together) * self._interval
 
     def _is_step_due(self, step: int) -> bool:
@@ -76,13 +76,13 @@ class LogWriter:
     def _is_due(self, record: Record) -> bool:
         if isinstance(record, StepRecord):
             return record.step is None or self._is_step_due(record.step)
-        # Of samples, all kinds of one step or none.
+        # Write all kinds of samples of a step, or none.
         name = f"{record.kind} {getattr(record, 'which', '')}"
         self._offered[name] = self._offered.get(name, -1) + 1
         return self._offered[name] % self._interval == 0
 
     def _write_lines(self, lines: Iterable[tuple[str, bool]]) -> None:
-        """Write lines, and whether each is optional. Once begun, training outlives a full disk."""
+        """Write lines, some of them optional. After the first lines a full disk only warns."""
         if self._file.closed:
             return
         try:
@@ -130,7 +130,7 @@ def _dumps(lines: list[Line]) -> list[str]:
 
 
 def step_interval(step: int, together: int = 1) -> int:
-    """Return of how many steps one is logged, at this step.
+    """Return n if every n-th step is logged at this step.
 
     If many steps arrive `together` they are short, and fewer are logged.
 
@@ -170,7 +170,7 @@ def read_log(path: str | os.PathLike[str]) -> list[Line]:
     """
     path = Path(path)
     if path.is_dir():
-        logs = [repr(one.name) for one in sorted(path.glob("*.jsonl"))]
+        logs = [repr(log.name) for log in sorted(path.glob("*.jsonl"))]
         raise MezzoError(
             f"{str(path)!r} is a folder, not a log. It holds"
             f" {', '.join(logs[:5]) or 'no .jsonl file'}. Pass the path that was passed as log= or"

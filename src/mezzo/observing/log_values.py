@@ -35,13 +35,13 @@ class LoggedCounts(NamedTuple):
 
 
 def number(value: Any) -> float | None:
-    """Return a number of a log; None if it is none."""
+    """Return a number of a log; None for other values."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else None
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number of a log; None if it is none."""
+    """Return a finite number of a log; None for other values."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 
@@ -67,7 +67,7 @@ def gradient_counts(line: Line) -> Iterator[tuple[str, LoggedCounts]]:
     layers, zeros = line.get("layers"), line.get("zeros")
     zeros = zeros if isinstance(zeros, dict) else {}
     for name, row in layers.items() if isinstance(layers, dict) else ():
-        if isinstance(row, list | tuple) and len(row) >= 3:  # noqa: PLR2004
+        if isinstance(row, list | tuple) and len(row) >= 3:
             over, under, total = (finite(value) or 0.0 for value in row[:3])
             zero = finite(zeros.get(name)) or 0.0
             # Zeros count as underflowed in the log: whether they were is not known.

@@ -64,6 +64,8 @@ class Logger(Protocol):
 
 @runtime_checkable
 class _HistogramLogger(Logger, Protocol):
+    """A logger that takes histograms too."""
+
     def log_histogram(self, step: int, name: str, counts: Mapping[int, int]) -> None:
         """Log how many values have which exponent."""
 
@@ -72,12 +74,12 @@ def check_loggers(loggers: Any) -> tuple[Logger, ...]:
     """Return the loggers of a run, passed as one or several; raise `PolicyError` for others."""
     is_single = isinstance(loggers, Logger | str) or not isinstance(loggers, Sequence)
     checked = (loggers,) if is_single else tuple(loggers)
-    for one in checked:
-        missing = [name for name in _methods() if not callable(getattr(one, name, None))]
-        if missing or isinstance(one, type):
-            lacks = "is a class" if isinstance(one, type) else f"has no {missing[0]}()"
+    for logger in checked:
+        missing = [name for name in _methods() if not callable(getattr(logger, name, None))]
+        if missing or isinstance(logger, type):
+            lacks = "is a class" if isinstance(logger, type) else f"has no {missing[0]}()"
             raise PolicyError(
-                f"loggers={one!r} {lacks}. Pass loggers such as mezzo.CSVLogger('run.csv'), or"
+                f"loggers={logger!r} {lacks}. Pass loggers such as mezzo.CSVLogger('run.csv'), or"
                 f" objects with the methods {', '.join(_methods())} of mezzo.Logger."
             )
     return checked
@@ -100,7 +102,7 @@ class LoggerWriter:
         self._failed: set[int] = set()
 
     def step_interval(self, step: int, together: int = 1) -> int:
-        """Return of how many steps that were not skipped one is written, as for a log."""
+        """Return n if every n-th step that was not skipped is written, as for a log."""
         return step_interval(step, together)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -110,19 +112,19 @@ class LoggerWriter:
 
     def write_steps(self, steps: Sequence[Line]) -> None:
         """Write records of steps, passed as their fields."""
-        for one in steps:
-            if one["skipped"] or one["step"] % step_interval(one["step"]) == 0:
-                self.write_line({"kind": StepRecord.kind, **one})
+        for step in steps:
+            if step["skipped"] or step["step"] % step_interval(step["step"]) == 0:
+                self.write_line({"kind": StepRecord.kind, **step})
 
     def write_line(self, line: Line) -> None:
-        """Write a record, passed as the line of a log that it is."""
+        """Write a record, passed as its line in a log."""
         step = step_of(line)
         if line.get("kind") == "run":
             self.write_text(0, "run", _describe_run(line))
         if step is None:
             return
         if scalars := dict(_scalars(line)):
-            self._call(lambda one: one.log_scalars(step, scalars))
+            self._call(lambda logger: logger.log_scalars(step, scalars))
         for name, text in self._texts(line):
             self.write_text(step, name, text)
         for name, counts in _histograms(line):
@@ -130,11 +132,11 @@ class LoggerWriter:
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Write a text."""
-        self._call(lambda one: one.log_text(step, name, text))
+        self._call(lambda logger: logger.log_text(step, name, text))
 
     def close(self) -> None:
         """Close the loggers."""
-        self._call(lambda one: one.close())
+        self._call(lambda logger: logger.close())
 
     def _write_histogram(self, step: int, name: str, counts: Mapping[int, int]) -> None:
         def write(one: Logger) -> None:
@@ -152,11 +154,11 @@ class LoggerWriter:
             yield "skips", skip.cause + first
 
     def _call(self, call: Callable[[Logger], None]) -> None:
-        for one in self._loggers:
+        for logger in self._loggers:
             try:
-                call(one)
+                call(logger)
             except Exception as error:  # noqa: BLE001 - anything may fail in a user's logger
-                self._warn(one, error)
+                self._warn(logger, error)
 
     def _warn(self, logger: Logger, error: Exception) -> None:
         if id(logger) in self._failed:

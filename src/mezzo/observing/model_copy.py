@@ -101,8 +101,8 @@ def standing_in(
         for model, copy in zip(models, copies, strict=True)
         for pair in zip(model.modules(), copy.modules(), strict=True)
     ]
-    contents = [(vars(one), dict(vars(one))) for one, _ in pairs]
-    contents += [(vars(one), dict(vars(one))) for one in wrappers]
+    contents = [(vars(module), dict(vars(module))) for module, _ in pairs]
+    contents += [(vars(wrapper), dict(vars(wrapper))) for wrapper in wrappers]
     try:
         for module, copy in pairs:
             vars(module).clear()

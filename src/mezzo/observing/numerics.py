@@ -36,7 +36,7 @@ from mezzo.prepare.master_params import ModelMasters
 _P = ParamSpec("_P")
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules whose outputs are those of a module in them."""
+"""Containers: their output is that of a module inside."""
 
 
 class Collector(Protocol):
@@ -46,7 +46,7 @@ class Collector(Protocol):
         """Begin to collect: the forward pass of a sampled step is next."""
 
     def stop(self) -> None:
-        """End it after the update of the step, also of one that raised: leave no hook behind."""
+        """End after the update of the step, also if it raised; remove all hooks."""
 
     def take(self, time: float) -> list[Record]:
         """Return the records that have arrived. Does not synchronize."""
@@ -192,25 +192,25 @@ class NumericsCollector:
 
     def _updates(self, samples: Mapping[str, dict[str, SampledTensor]]) -> dict[str, SampledTensor]:
         gradients, parameters = samples["gradients"], samples["parameters"]
-        found: dict[str, SampledTensor] = {}
+        updates: dict[str, SampledTensor] = {}
         for weights in self._weights:
             before = [parameters[name].values for name in weights.parameters]
-            known = [
+            gradient_samples = [
                 gradients[name].values
-                if name in gradients and gradients[name].values.shape == one.shape
+                if name in gradients and gradients[name].values.shape == sample.shape
                 else None
-                for name, one in zip(weights.parameters, before, strict=True)
+                for name, sample in zip(weights.parameters, before, strict=True)
             ]
-            if all(one is None for one in known):
+            if all(gradient is None for gradient in gradient_samples):
                 continue
             stored, values = _sampled_values(weights.parameters, weights.masters)
             update = Update(
                 list(weights.parameters.values()),
-                [one.numel() for one in before],
+                [vector.numel() for vector in before],
                 torch.cat(
                     [
-                        torch.zeros_like(one) if gradient is None else gradient
-                        for gradient, one in zip(known, before, strict=True)
+                        torch.zeros_like(sample) if gradient is None else gradient
+                        for gradient, sample in zip(gradient_samples, before, strict=True)
                     ]
                 ),
                 weights.values,
@@ -218,9 +218,9 @@ class NumericsCollector:
                 weights.stored,
                 stored,
             )
-            changes = zip(weights.parameters, sample_updates(update), known, strict=True)
-            found |= {name: one for name, one, gradient in changes if gradient is not None}
-        return {name: found[name] for name in parameters if name in found}
+            changes = zip(weights.parameters, sample_updates(update), gradient_samples, strict=True)
+            updates |= {name: sample for name, sample, gradient in changes if gradient is not None}
+        return {name: updates[name] for name in parameters if name in updates}
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:
@@ -254,7 +254,7 @@ class _PendingStep(NamedTuple):
         stats: dict[str, dict[str, TensorStats]] = {}
         for (which, name), one in self.stats.read().items():
             stats.setdefault(which, {})[name] = one
-        if all(one.zero == one.sampled for one in stats.get("updates", {}).values()):
+        if all(update.zero == update.sampled for update in stats.get("updates", {}).values()):
             # The update was skipped, or the call did not update.
             stats.pop("updates", None)
         return self.step, {**stats}
@@ -264,10 +264,10 @@ def _sampled_values(
     parameters: Mapping[str, nn.Parameter], masters: MasterWeights | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return copies of sampled values of parameters, as they are stored and in float32."""
-    stored = torch.cat([places_of(one) for one in parameters.values()])
+    stored = torch.cat([places_of(parameter) for parameter in parameters.values()])
     if masters is None:
         return stored, stored
-    # Formats store each element for itself, so that samples merge as whole tensors do.
+    # Formats are elementwise, so that samples merge as whole tensors do.
     return stored, masters.format.merge(stored, _companions(parameters.values(), masters))
 
 
@@ -292,9 +292,9 @@ def _tensors(outputs: Any) -> Iterator[torch.Tensor]:
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, Mapping):
-        yield from (one for one in outputs.values() if isinstance(one, torch.Tensor))
+        yield from (output for output in outputs.values() if isinstance(output, torch.Tensor))
     elif isinstance(outputs, tuple | list):
-        yield from (one for one in outputs if isinstance(one, torch.Tensor))
+        yield from (output for output in outputs if isinstance(output, torch.Tensor))
 
 
 # -- the table -------------------------------------------------------------------------------------

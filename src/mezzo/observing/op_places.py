@@ -96,7 +96,7 @@ class PlaceTracker:
     def start(self) -> None:
         """Register the hooks."""
         for path, module in self._named_modules():
-            self._owners |= {id(one): path for one in module.parameters(recurse=False)}
+            self._owners |= {id(parameter): path for parameter in module.parameters(recurse=False)}
             self._handles += [
                 module.register_forward_pre_hook(
                     ModuleHook(lambda *_, path=path: self._enter(path))
@@ -195,7 +195,7 @@ def models_of(target: Any) -> tuple[nn.Module, ...]:
         return tuple(target.models)
     models = target.model if isinstance(target, EvalStep) else target
     listed = models if isinstance(models, list | tuple) else [models]
-    if not all(isinstance(one, nn.Module) for one in listed):
+    if not all(isinstance(model, nn.Module) for model in listed):
         raise PolicyError(
             f"Cannot observe {type(target).__name__}. Pass a torch.nn.Module, a list of them, a"
             " TrainStep, an EvalStep or a converted model."

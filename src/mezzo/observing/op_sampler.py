@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mezzo.observing.op_stats import OpStats
-from mezzo.observing.op_table import OpRow, format_table
+from mezzo.observing.op_stats_table import OpRow, format_table
 from mezzo.observing.records import OpsRecord, Record
 
 
@@ -41,7 +41,7 @@ class OpSampler:
         self._stats.start()
 
     def stop(self) -> None:
-        """End it."""
+        """Stop counting, and keep the counts."""
         self._stats.stop()
         self.latest, self._is_new = SampledOps(self._stats.rows), True
 

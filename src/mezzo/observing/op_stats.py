@@ -23,7 +23,7 @@ from mezzo._torch import (
     sequence_number,
 )
 from mezzo.observing.op_places import Observation, PlaceTracker, leaves_of
-from mezzo.observing.op_table import OpRow, format_table
+from mezzo.observing.op_stats_table import OpRow, format_table
 
 _CAST_FUNCTIONS = frozenset(
     "to float half bfloat16 double type type_as cpu cuda copy_ _to_copy".split()
@@ -31,7 +31,7 @@ _CAST_FUNCTIONS = frozenset(
 """Names of the functions that a user casts with."""
 _CASTS = frozenset({"_to_copy", "copy_", "copy"})
 _UNCOUNTED = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh")
-"""Beginnings of the names of ops that compute nothing, beside views."""
+"""Beginnings of the names of ops that compute nothing, besides views."""
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -80,7 +80,7 @@ class OpStats:
         if self._observation is not None:
             raise RuntimeError("These op statistics are being collected. Call stop() before.")
         functions = _CastFunctions()
-        mode = _CountingMode(self._counts, self._tracker, functions, self._times)
+        mode = _CountingMode(self._counts, self._tracker, functions, times=self._times)
         observation = Observation()
         observation.start(self._tracker, functions, mode)
         self._observation = observation
@@ -147,6 +147,8 @@ class OpStats:
 
 
 class _Key(NamedTuple):
+    """What calls are counted by."""
+
     module: str
     op: str
     dtype: str
@@ -154,6 +156,8 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Counts:
+    """Counts of one op with one dtype in one module; see `OpRow`."""
+
     calls: int = 0
     casts_in: int = 0
     casts_out: int = 0
@@ -222,14 +226,17 @@ class _CastFunctions(TorchFunctionMode):
 
 
 class _CountingMode(TorchDispatchMode):
+    """Counts every op that runs, and follows which tensors are results of casts."""
+
     def __init__(
         self,
         counts: dict[_Key, _Counts],
         tracker: PlaceTracker,
         functions: _CastFunctions,
-        times: bool,  # noqa: FBT001 - private
+        *,
+        times: bool,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._counts, self._tracker, self._functions, self._times = (
             counts,
             tracker,
@@ -268,7 +275,7 @@ class _CountingMode(TorchDispatchMode):
         if not outputs:
             return None
         # A norm returns its output before its float32 statistics.
-        first = next((one for one in outputs if one.is_floating_point()), outputs[0])
+        first = next((output for output in outputs if output.is_floating_point()), outputs[0])
         key = _Key(module, op, dtype_name(first.dtype))
         counts = self._counts.get(key)
         if counts is None:
@@ -312,7 +319,7 @@ class _Timer:
 
     def __init__(self, inputs: list[Tensor]) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if any(one.is_cuda for one in inputs):
+        if any(input_.is_cuda for input_ in inputs):
             self._events = (
                 torch.cuda.Event(enable_timing=True),
                 torch.cuda.Event(enable_timing=True),

@@ -59,7 +59,7 @@ class Fingerprint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as values that JSON has: infinities and NaN as strings."""
-        fields = vars(self) | {"sample": [_plain(one) for one in self.sample]}
+        fields = vars(self) | {"sample": [_plain(number) for number in self.sample]}
         return {
             name: _plain(value) if isinstance(value, float) else value
             for name, value in fields.items()
@@ -84,16 +84,16 @@ class ValueRecorder(Pausable, FunctionPlaces):
         super().__init__(modules, caller)
         self.values: list[Fingerprint] = []
         self._calls: Counter[tuple[str, str]] = Counter()
-        for one in named:
-            if one.kind is Kind.PARAMETERS and one.tensor.requires_grad:
-                self._watch(one.tensor, ("parameter", one.name, 0, ""))
+        for named_tensor in named:
+            if named_tensor.kind is Kind.PARAMETERS and named_tensor.tensor.requires_grad:
+                self._watch(named_tensor.tensor, ("parameter", named_tensor.name, 0, ""))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
         op, module = function_name(func), self.module
-        leaves = [one for one in pytree.tree_leaves(result) if _is_value(one)]
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if _is_value(leaf)]
         if op is None or op in _CASTS or not leaves or self.is_paused:
             return result
         index = self._calls[op, module]
@@ -142,9 +142,9 @@ def _numbers(tensor: Tensor) -> list[float]:
     return numbers
 
 
-def _is_value(one: Any) -> bool:
-    is_dense = isinstance(one, Tensor) and one.layout == torch.strided
-    return is_dense and one.is_floating_point() and one.numel() > 0
+def _is_value(value: Any) -> bool:
+    is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_dense and value.is_floating_point() and value.numel() > 0
 
 
 def record_values(
@@ -183,27 +183,27 @@ def record_values(
             yield recorder
 
     trace = replay.run(replay.policy, observer=observer)
-    values = tuple(_unscaled(one, trace.scale) for one in recorders[0].values)
+    values = tuple(_unscaled(value, trace.scale) for value in recorders[0].values)
     record = {
         "kind": KIND,
         "step": number,
         "time": 0.0,
         "loss": None if trace.loss is None else _plain(trace.loss),
-        "values": [one.to_dict() for one in values],
+        "values": [value.to_dict() for value in values],
     }
     _append(Path(log), replay, record)
     return values
 
 
-def _unscaled(one: Fingerprint, scale: float) -> Fingerprint:
-    if one.direction == "forward" or scale == 1.0:
-        return one
+def _unscaled(fingerprint: Fingerprint, scale: float) -> Fingerprint:
+    if fingerprint.direction == "forward" or scale == 1.0:
+        return fingerprint
     return replace(
-        one,
-        rms=one.rms / scale,
-        max=one.max / scale,
-        mean=one.mean / scale,
-        sample=tuple(value / scale for value in one.sample),
+        fingerprint,
+        rms=fingerprint.rms / scale,
+        max=fingerprint.max / scale,
+        mean=fingerprint.mean / scale,
+        sample=tuple(value / scale for value in fingerprint.sample),
     )
 
 

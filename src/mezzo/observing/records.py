@@ -77,11 +77,12 @@ class GradientsRecord(Record):
     """Counts by parameter name."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return `[overflowed, underflowed, total]` for each name, and the zeros beside them."""
+        """Return `[overflowed, underflowed, total]` for each name, and besides them the zeros."""
         layers = {
-            name: [one.overflowed, one.underflowed, one.total] for name, one in self.layers.items()
+            name: [counts.overflowed, counts.underflowed, counts.total]
+            for name, counts in self.layers.items()
         }
-        zeros = {name: one.zeros for name, one in self.layers.items()}
+        zeros = {name: counts.zeros for name, counts in self.layers.items()}
         return super().to_json() | {"layers": layers, "zeros": zeros}
 
 
@@ -132,7 +133,9 @@ class TensorsRecord(Record):
 
     def to_json(self) -> dict[str, Any]:
         """Return the statistics as plain data."""
-        return super().to_json() | {"stats": {name: vars(one) for name, one in self.stats.items()}}
+        return super().to_json() | {
+            "stats": {name: vars(counts) for name, counts in self.stats.items()}
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,7 @@ class EventRecord(Record):
     @classmethod
     def of(cls, event: Event, step: int, time: float) -> EventRecord:
         """Make the record of an event."""
-        values = {one.name: getattr(event, one.name) for one in fields(event)}
+        values = {field.name: getattr(event, field.name) for field in fields(event)}
         return cls(step=step, time=time, name=type(event).__name__, fields=values)
 
 
@@ -174,5 +177,5 @@ def is_important(record: Record) -> bool:
     if isinstance(record, StepRecord):
         return bool(record.skipped)
     if isinstance(record, GradientsRecord):
-        return any(one.overflowed for one in record.layers.values())
+        return any(layer.overflowed for layer in record.layers.values())
     return not isinstance(record, TensorsRecord | OpsRecord)

@@ -103,7 +103,9 @@ class Replay:
     @property
     def device(self) -> torch.device:
         """The device of the models."""
-        tensors = [one for model in self.models for one in (*model.parameters(), *model.buffers())]
+        tensors = [
+            tensor for model in self.models for tensor in (*model.parameters(), *model.buffers())
+        ]
         return tensors[0].device if tensors else torch.device("cpu")
 
     def run(
@@ -129,11 +131,16 @@ class Replay:
                 applied = replace(policy, master="none")
                 decorate(copies, None, applied, output_dtype=self.output_dtype)
             losses = [] if self.loss_module is None else [self.loss_module]
-            copied = [plain_copy(one, to_float32=policy is None) for one in losses]
+            copied = [plain_copy(loss, to_float32=policy is None) for loss in losses]
             stack.enter_context(
                 standing_in([*self.models, *losses], [*copies, *copied], self.wrappers)
             )
-            parameters = [one for copy in copies for one in copy.parameters() if one.requires_grad]
+            parameters = [
+                parameter
+                for copy in copies
+                for parameter in copy.parameters()
+                if parameter.requires_grad
+            ]
             context = _Backward(
                 parameters,
                 dict(self._twins(copies)),
@@ -170,7 +177,9 @@ class Replay:
         if context.loss is None and loss is not None:
             self._backward(context, loss)
         results = [] if context.loss is None else [context.loss]
-        results += [one.grad for one in context.parameters if one.grad is not None]
+        results += [
+            parameter.grad for parameter in context.parameters if parameter.grad is not None
+        ]
         shown = context.loss if context.loss is not None else loss
         return Trace(
             mode.outcome(results if context.loss is not None else _tensors(loss)),
@@ -280,8 +289,10 @@ class _Backward:
 
     def __call__(self, loss: Tensor, optimizer: Any, **kwargs: Any) -> None:
         """Compute the gradients of an optimizer's parameters; nothing is stepped."""
-        trained = [one for group in optimizer.param_groups for one in group["params"]]
-        self.backward(loss, inputs=[one for one in trained if one.requires_grad], **kwargs)
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.backward(
+            loss, inputs=[parameter for parameter in trained if parameter.requires_grad], **kwargs
+        )
 
     def backward(
         self,
@@ -301,7 +312,7 @@ class _Backward:
         limit = _LARGEST_HALF_SCALE if loss.dtype is torch.float16 else torch.inf
         seed = self._seed(loss, min(self.scale, limit)) if gradient is None else gradient
         if inputs is not None:
-            inputs = [self._twins.get(one, one) for one in inputs]
+            inputs = [self._twins.get(input_, input_) for input_ in inputs]
         torch.autograd.backward(loss, seed, retain_graph, create_graph, inputs=inputs)
 
     def _seed(self, loss: Tensor, scale: float) -> Tensor:
@@ -320,19 +331,24 @@ class _Backward:
 
     def _is_finite(self, loss: Tensor, scale: float) -> bool:
         # Not torch.autograd.grad, which reentrant checkpoints refuse.
-        before = [one.grad for one in self.parameters]
-        for one in self.parameters:
-            one.grad = None
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         try:
             torch.autograd.backward(loss, self._seed(loss, scale), retain_graph=True)
-            gradients = [one.grad for one in self.parameters if one.grad is not None]
+            gradients = [
+                parameter.grad for parameter in self.parameters if parameter.grad is not None
+            ]
         finally:
-            for one, gradient in zip(self.parameters, before, strict=True):
-                one.grad = gradient
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
             for leaf in self._outside:
                 leaf.grad = None
-        values = [one.coalesce().values() if one.is_sparse else one for one in gradients]
-        return all(bool(one.isfinite().all()) for one in values)
+        values = [
+            gradient.coalesce().values() if gradient.is_sparse else gradient
+            for gradient in gradients
+        ]
+        return all(bool(value.isfinite().all()) for value in values)
 
     def _set_gradients_aside(self, loss: Tensor) -> None:
         """Keep the gradients of the leaves that are not the copy's; backward adds to them."""

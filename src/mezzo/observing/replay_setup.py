@@ -112,7 +112,7 @@ def _loss_module(loss_fn: Any, models: Sequence[nn.Module]) -> nn.Module | None:
     if not isinstance(loss_fn, nn.Module):
         return None
     of_models = {id(module) for model in models for module in model.modules()}
-    return None if any(id(one) in of_models for one in loss_fn.modules()) else loss_fn
+    return None if any(id(module) in of_models for module in loss_fn.modules()) else loss_fn
 
 
 def _inputs_and_target(arguments: ModelArguments, batch: Any, *, has_loss: bool) -> tuple[Any, ...]:

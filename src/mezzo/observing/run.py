@@ -18,7 +18,7 @@ from mezzo import _events
 from mezzo._errors import PolicyError
 from mezzo._launch import AsyncCopy, needs_sync
 from mezzo.observing.arguments import check_number, check_target, header, ranks
-from mezzo.observing.attach import Attachment, LoopAttachment, StepAttachment
+from mezzo.observing.attachments import Attachment, LoopAttachment, StepAttachment
 from mezzo.observing.kept_steps import KEPT, KeptSteps
 from mezzo.observing.log import LogWriter, log_path
 from mezzo.observing.loggers import Logger, LoggerWriter, check_loggers
@@ -169,7 +169,7 @@ class Run:
         self._op_sampler = OpSampler(self._attachment.models) if ops else None
         self._ops = SampledOps() if ops else None
         samplers = (self._sampler, self._op_sampler)
-        self.collectors: list[Collector] = [one for one in samplers if one is not None]
+        self.collectors: list[Collector] = [sampler for sampler in samplers if sampler is not None]
         """What collects records from sampled steps: of each interval the first has the first step,
         the second the next one, and so on."""
         self._header = header(self._attachment, rank, world_size)
@@ -276,7 +276,9 @@ class Run:
 
     def _take_samples(self) -> None:
         began = time.perf_counter()
-        records = [one for collector in self.collectors for one in collector.take(self._time())]
+        records = [
+            record for collector in self.collectors for record in collector.take(self._time())
+        ]
         if records:
             self._write(records)
             self._sample_interval.spend(time.perf_counter() - began)
@@ -297,12 +299,12 @@ class Run:
         rows: list[list[int]] = copy.values()  # type: ignore[assignment]
         by_parameter = attachment.counts.by_parameter(rows)
         self._gradients = {
-            attachment.name_of(index): one for index, one in sorted(by_parameter.items())
+            attachment.name_of(index): counts for index, counts in sorted(by_parameter.items())
         }
         last, self._logged_gradients = self._logged_gradients, self._gradients
         layers = {
-            name: one.minus(last[name]) if name in last else one
-            for name, one in self._gradients.items()
+            name: counts.minus(last[name]) if name in last else counts
+            for name, counts in self._gradients.items()
         }
         return [GradientsRecord(step=number, time=self._time(), layers=layers)]
 
@@ -391,7 +393,7 @@ class Run:
         last = steps.last()
         if last is not None and last.loss is not None:
             lines[1] += f", loss: {last.loss:.4g}"
-        lines += [f"last skip: step {one.step}, {one.parameter}" for one in [*steps.skips][-1:]]
+        lines += [f"last skip: step {skip.step}, {skip.parameter}" for skip in [*steps.skips][-1:]]
         lines += _worst_gradients(self._gradients)
         if numerics := self.numerics:
             sampled = ", ".join(f"{len(one)} {which}" for which, one in numerics.items())
@@ -441,10 +443,13 @@ class Run:
 
 def _worst_gradients(gradients: dict[str, Counts]) -> list[str]:
     """Return a line for the gradient that underflows most, and one for what overflowed."""
-    total = sum(one.overflowed for one in gradients.values())
-    known = {name: one for name, one in gradients.items() if one.total}
-    if not known:
+    total = sum(gradient.overflowed for gradient in gradients.values())
+    counted = {name: counts for name, counts in gradients.items() if counts.total}
+    if not counted:
         return []
-    name = max(known, key=lambda one: known[one].underflowed / known[one].total)
-    share = known[name].underflowed / known[name].total
+    name = max(
+        counted,
+        key=lambda gradient_name: counted[gradient_name].underflowed / counted[gradient_name].total,
+    )
+    share = counted[name].underflowed / counted[name].total
     return [f"gradients: {total} values overflowed; most underflow: {name} ({share:.2%})"]

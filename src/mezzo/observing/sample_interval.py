@@ -1,4 +1,4 @@
-"""Steps between samples: as many as the user says, or so many that they take 1 % of the time."""
+"""Steps between samples: as the user sets them, or so that samples take 1 % of the time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SampleInterval:
         self._step_seconds = 0.0
         """Mean of the steps between the last samples; 0 if there were none."""
         self._spent = 0.0
-        """Seconds that samples have taken since the last choice, beside those of their steps."""
+        """Seconds that samples have taken since the last choice, besides those of their steps."""
 
     def begin(self, step: int, now: float) -> None:
         """Begin a sampled step."""
@@ -42,7 +42,7 @@ class SampleInterval:
             self._step_seconds = (now - then) / (step - 1 - number)
 
     def end(self, step: int, now: float) -> None:
-        """End it."""
+        """End a sampled step."""
         self._last = (step, now)
         self.spend(max(0.0, now - self._began - self._step_seconds))
 
@@ -51,7 +51,7 @@ class SampleInterval:
         self._spent += seconds
 
     def choose(self) -> int:
-        """Return the steps from one sample to the next; at each anew, as the speed varies."""
+        """Return the steps to the next sample. Called at each sample, since the speed varies."""
         spent, self._spent = self._spent, 0.0
         if self._fixed is not None:
             return self._fixed

@@ -82,7 +82,7 @@ def shadow(
     scaler: Any = None,
     **overrides: Any,
 ) -> ShadowErrors:
-    """Run a batch forward and backward beside exact values, and return the error of every op.
+    """Run a batch forward and backward along with exact values, and return the error of every op.
 
     The exact values are computed op by op in float64 from the same weights and inputs: the error
     is that of the whole computation up to the op, and for float32 it is about 1e-7. Runs on a
@@ -106,22 +106,22 @@ def shadow(
 
 def _rows(errors: list[OpError]) -> list[ErrorRow]:
     rows: dict[tuple[Any, ...], ErrorRow] = {}
-    for one in errors:
-        if one.place.op == _ACCUMULATION:
+    for error in errors:
+        if error.place.op == _ACCUMULATION:
             # Gradients of parameters, which the ops before have computed.
             continue
-        direction = "backward" if one.backward else "forward"
-        key = (one.place, direction)
+        direction = "backward" if error.backward else "forward"
+        key = (error.place, direction)
         before = rows.get(key)
         rows[key] = ErrorRow(
-            one.place.module,
-            one.place.op,
+            error.place.module,
+            error.place.op,
             direction,
-            dtype_name(one.dtype),
+            dtype_name(error.dtype),
             1 if before is None else before.calls + 1,
-            one.error if before is None else max(before.error, one.error),
-            one.before if before is None else max(before.inputs, one.before),
-            one.place.source,
+            error.error if before is None else max(before.error, error.error),
+            error.before if before is None else max(before.inputs, error.before),
+            error.place.source,
         )
     return list(rows.values())
 

@@ -1,4 +1,4 @@
-"""Run code beside a float64 shadow of every tensor, and find the first op that loses precision.
+"""Run code with a float64 shadow of every tensor, and find the first op that loses precision.
 
 Each ATen op runs twice: as it is, and on float64 copies of its inputs that were never rounded to 16
 bits. Views and in-place ops are repeated on the shadows, so that these alias as the tensors do.
@@ -71,7 +71,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
         named: Iterable[NamedTensor] = (),
         observe: Callable[[OpError], None] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.finding: Finding | None = None
         self._nonfinite: Finding | None = None
         """What made the first value that is not finite, and no mask."""
@@ -79,7 +79,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
         self._observe = observe
         """Called with every result; then nothing ends the run."""
         listed = list(named)
-        self._named = {_storage(one.tensor): one for one in listed}
+        self._named = {_storage(named.tensor): named for named in listed}
         self._order = {one.name: index - len(listed) for index, one in enumerate(listed)}
         self._shadows: dict[Any, Shadow] = {}
         self._kept: list[Tensor] = []
@@ -236,9 +236,9 @@ class ShadowMode(Pausable, TorchDispatchMode):
 
     def _origin(self, call: _Call, result: Tensor, exact: Tensor) -> Finding | None:
         """Return what made an exact result non-finite; None if it is a mask."""
-        before = [one.origin for one in call.read if one.origin is not None]
+        before = [shadow.origin for shadow in call.read if shadow.origin is not None]
         if before:
-            return min(before, key=lambda one: one.number)
+            return min(before, key=lambda op: op.number)
         # Nothing masks gradients with infinities.
         in_forward = current_autograd_node() is None
         is_given = in_forward and (call.has_infinite_number or call.reads_infinity)
@@ -275,7 +275,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
                 found.append(shadow.origin or Finding(Kind.NONFINITE, Place(""), result.dtype))
             elif shadow.flushed is not None and shadow.error >= _FLUSHED:
                 found.append(shadow.flushed)
-        return min(found, key=lambda one: one.number, default=None)
+        return min(found, key=lambda op: op.number, default=None)
 
 
 @dataclass(frozen=True)
@@ -302,39 +302,39 @@ class _Call:
 
         A batch that failed has made the running statistics of norms NaN: training only writes them.
         """
-        unread = {id(one) for one in _unread_statistics(self)}
+        unread = {id(statistic) for statistic in _unread_statistics(self)}
         pairs = zip(self.leaves, self.inputs, strict=True)
         return [shadow for leaf, shadow in pairs if id(leaf) not in unread]
 
     @property
     def causes(self) -> frozenset[Place]:
         """The ops whose rounding to 16 bits is in the inputs."""
-        return frozenset[Place]().union(*(one.causes for one in self.inputs))
+        return frozenset[Place]().union(*(input_.causes for input_ in self.inputs))
 
     @property
     def flushed(self) -> Finding | None:
         """The op that underflowed on the way to the inputs."""
-        return next((one.flushed for one in self.inputs if one.flushed is not None), None)
+        return next((input_.flushed for input_ in self.inputs if input_.flushed is not None), None)
 
     @property
     def error(self) -> float:
         """The largest error of the inputs."""
-        return max((one.error for one in self.inputs), default=0.0)
+        return max((input_.error for input_ in self.inputs), default=0.0)
 
     @property
     def norm(self) -> float:
         """The largest norm of the inputs."""
-        return max((one.norm for one in self.inputs), default=0.0)
+        return max((input_.norm for input_ in self.inputs), default=0.0)
 
     @property
     def has_infinite_number(self) -> bool:
         """Whether an argument is infinity itself, as the value of `masked_fill`."""
         numbers = pytree.tree_leaves((self.args, self.kwargs))
-        return any(isinstance(one, float) and isinf(one) for one in numbers)
+        return any(isinstance(number, float) and isinf(number) for number in numbers)
 
     @property
     def reads_infinity(self) -> bool:
-        return any(not bool(one.exact.isfinite().all()) for one in self.inputs)
+        return any(not bool(input_.exact.isfinite().all()) for input_ in self.inputs)
 
 
 def _unread_statistics(call: _Call) -> tuple[Any, ...]:
@@ -351,7 +351,7 @@ def _unread_statistics(call: _Call) -> tuple[Any, ...]:
 
 def _lost_digits(result: Tensor, shadow: Shadow, call: _Call) -> bool:
     # Gradients may be zero but for rounding, such as that of a bias before a norm, and so may the
-    # statistics that a norm returns beside its result.
+    # statistics that a norm returns besides its result.
     if current_autograd_node() is not None or call.index or shadow.error < _LOST:
         return False
     return (

@@ -102,11 +102,13 @@ def sample_all(
     tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor] | None = None
 ) -> list[SampledTensor]:
     """Sample tensors of floating-point values, which are on one device. Does not synchronize."""
-    here = [local(one) for one in tensors]
-    values = copied([places_of(*one) for one in zip(here, likes or here, strict=True)])
+    local_tensors = [local(tensor) for tensor in tensors]
+    values = copied(
+        [places_of(*one) for one in zip(local_tensors, likes or local_tensors, strict=True)]
+    )
     return [
         SampledTensor(value, one.numel(), one.dtype, largest)
-        for value, largest, one in zip(values, _largest(here), here, strict=True)
+        for value, largest, one in zip(values, _largest(local_tensors), local_tensors, strict=True)
     ]
 
 
@@ -151,7 +153,7 @@ def _wide(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def copied(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of vectors: one tensor in memory for all of a dtype."""
     copies: dict[int, torch.Tensor] = {}
-    for places in grouped(one.dtype for one in parts):
+    for places in grouped(part.dtype for part in parts):
         chosen = [parts[place] for place in places]
         copies.update(zip(places, split_like(torch.cat(chosen), chosen), strict=True))
     return [copies[place] for place in range(len(parts))]
@@ -159,7 +161,7 @@ def copied(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def split_like(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return views of a vector that have the sizes of other vectors."""
-    views: Sequence[torch.Tensor] = flat.split([one.numel() for one in parts])
+    views: Sequence[torch.Tensor] = flat.split([part.numel() for part in parts])
     return views
 
 
@@ -244,10 +246,10 @@ def compute_stats(
     )
     rows = [tensors[place] for place in order]
     blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
-    widths = [max(1, *(one.values.numel() for one in block)) for block in blocks]
+    widths = [max(1, *(sample.values.numel() for sample in block)) for block in blocks]
     return PendingStats(
         tuple(name for name, _ in samples),
-        tuple((one.numel, one.values.numel(), one.dtype) for one in tensors),
+        tuple((tensor.numel, tensor.values.numel(), tensor.dtype) for tensor in tensors),
         tuple(order),
         tuple(width for block, width in zip(blocks, widths, strict=True) for _ in block),
         AsyncCopy(torch.cat(list(map(_numbers, blocks, widths)))),
@@ -256,7 +258,7 @@ def compute_stats(
 
 def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
     """Return a row for each sample: the numbers that `_stats` reads, then the histogram."""
-    values = _padded([one.values for one in samples], width)
+    values = _padded([sample.values for sample in samples], width)
     device, size = values.device, len(samples) * _BINS
     known = values.nan_to_num(0.0, 0.0, 0.0)
     finite = known == values
@@ -278,33 +280,35 @@ def _numbers(samples: Sequence[SampledTensor], width: int) -> torch.Tensor:
         torch.stack(columns, 1),
         histogram.view(-1, _BINS),
     ]
-    return torch.cat([one.double() for one in rows], 1)
+    return torch.cat([row.double() for row in rows], 1)
 
 
 def _padded(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     """Return a row for each vector. Empty places are NaN, and subtracted from those counted."""
-    wide, blocks = _wide(one.dtype for one in parts), []
-    for dtype, run in groupby(parts, lambda one: one.dtype):
+    wide, blocks = _wide(part.dtype for part in parts), []
+    for dtype, run in groupby(parts, lambda part: part.dtype):
         padding = torch.full((width,), torch.nan, dtype=dtype, device=parts[0].device)
         # Cached: most parts have one of a few sizes.
         rest = cache(lambda size, padding=padding: padding[size:])
-        blocks.append(torch.cat([one for part in run for one in (part, rest(len(part)))]))
-    flat = blocks[0].to(wide) if len(blocks) == 1 else torch.cat([one.to(wide) for one in blocks])
+        blocks.append(torch.cat([piece for part in run for piece in (part, rest(len(part)))]))
+    flat = (
+        blocks[0].to(wide) if len(blocks) == 1 else torch.cat([block.to(wide) for block in blocks])
+    )
     return flat.view(-1, width)
 
 
 def _largest_column(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
     columns = []
-    for dtype, run in groupby(samples, lambda one: one.values.dtype):
+    for dtype, run in groupby(samples, lambda sample: sample.values.dtype):
         none = torch.full((), _UNKNOWN, dtype=dtype, device=device)
-        largest = [none if one.largest is None else one.largest for one in run]
+        largest = [none if sample.largest is None else sample.largest for sample in run]
         columns.append(torch.stack(largest).double())
     return torch.cat(columns)[:, None]
 
 
 def _lost(samples: Sequence[SampledTensor], device: torch.device) -> torch.Tensor:
     none = torch.full((4,), -1, dtype=torch.int64, device=device)
-    return torch.stack([none if one.lost is None else one.lost for one in samples])
+    return torch.stack([none if sample.lost is None else sample.lost for sample in samples])
 
 
 def _stats(
@@ -336,7 +340,7 @@ def _stats(
         underflow=small / sampled if sampled else 0.0,
         histogram=histogram,
         lost=lost / had_gradient if had_gradient > 0 else None,
-        lost_half=lost_half / changed if changed > 0 and dtype.itemsize == 2 else None,  # noqa: PLR2004
+        lost_half=lost_half / changed if changed > 0 and dtype.itemsize == 2 else None,
     )
 
 

@@ -116,10 +116,10 @@ def trace_overflow(
     """Replay a batch, and name the op that made a non-finite value or lost its digits.
 
     Call it with the batch of a skipped step or of a loss that is not finite. Forward and backward
-    run on a copy, each op beside a float64 computation that never rounds to 16 bits; compiled and
-    captured code runs eagerly, without collectives. The first op whose result left the range, lost
-    its digits or underflowed is named, in the backward pass with the line of its forward op. Then
-    the batch runs in float32: if that fails too, precision is not the cause, and the op, the
+    run on a copy, each op along with a float64 computation that never rounds to 16 bits; compiled
+    and captured code runs eagerly, without collectives. The first op whose result left the range,
+    lost its digits or underflowed is named, in the backward pass with the line of its forward op.
+    Then the batch runs in float32: if that fails too, precision is not the cause, and the op, the
     tensor of the batch or the parameter at fault is named. Otherwise a policy is searched with
     which the batch does not fail.
 

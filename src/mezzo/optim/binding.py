@@ -322,12 +322,12 @@ class OptimizerBinding:
             # Sharded gradients are unscaled in place too, because a DTensor takes no plain factor.
             sharded = mesh is not None and is_sharded(gradient)
             copies = self.clip_norm is not None or (sharded and factor is not None)
-            wide = gradient.to(dtype=value.dtype, copy=copies)
+            cast_gradient = gradient.to(dtype=value.dtype, copy=copies)
             if factor is not None and sharded:
-                local(wide).mul_(factor)
+                local(cast_gradient).mul_(factor)
             elif factor is not None:
-                wide = wide * factor.to(wide.device)
-            temporary.grad = wide
+                cast_gradient = cast_gradient * factor.to(cast_gradient.device)
+            temporary.grad = cast_gradient
         return temporary
 
     def _clip(
@@ -339,7 +339,9 @@ class OptimizerBinding:
             self._norm = clip_over(mesh, swapped, self.clip_norm, checked)
             return
         temporaries = [temporary for _, temporary in swapped if temporary.grad is not None]
-        gradients = [_values(one.grad) for one in temporaries if one.grad is not None]
+        gradients = [
+            _values(temporary.grad) for temporary in temporaries if temporary.grad is not None
+        ]
         self._norm = torch.nn.utils.get_total_norm(gradients)
         if self.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(temporaries, self.clip_norm, self._norm)

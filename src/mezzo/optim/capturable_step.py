@@ -210,7 +210,7 @@ class CapturableBinding(DeviceBinding):
         return parameter.dtype, parameter in self.masters
 
     def _needs_states(self, updated: Sequence[torch.Tensor], device: torch.device) -> bool:
-        """Return whether this step creates states; raise in a capture, whose memory is not ours."""
+        """Return whether this step creates states; raise if that happens in a capture."""
         if all(self.optimizer.state.get(parameter) for parameter in updated):
             return False
         if _launch.is_capturing(device):

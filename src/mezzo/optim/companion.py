@@ -20,7 +20,9 @@ MASTER = "mezzo_master"
 """The key of a companion tensor in a parameter's state, in every format."""
 
 _SAMPLE_KEYS = {
-    f"mezzo_{one.master.value}_sample": one for one in MASTER_FORMATS.values() if one.sampled
+    f"mezzo_{master_format.master.value}_sample": master_format
+    for master_format in MASTER_FORMATS.values()
+    if master_format.sampled
 }
 """Key of a sample in a parameter's state → format. The key tells the format because the dtype may
 not: torch casts state to the parameter's dtype when a plain optimizer loads it."""
@@ -29,8 +31,8 @@ KEYS = frozenset({MASTER, *_SAMPLE_KEYS})
 """Keys that mezzo adds to the state of a parameter."""
 
 MASTERS = "mezzo_masters"
-"""Key in an optimizer's state dict, beside `state` and `param_groups`: companions of parameters for
-which the optimizer has no state yet. A plain optimizer ignores it."""
+"""Key in an optimizer's state dict, besides `state` and `param_groups`: companions of parameters
+for which the optimizer has no state yet. A plain optimizer ignores it."""
 
 SAMPLES = 128
 """The largest number of elements of a sample; a power of two, as the comparing kernel needs it."""
@@ -78,7 +80,11 @@ class Companion:
             sample = sample.new_empty(0)
         return {
             MASTER: tensor,
-            **{key: sample for key, one in _SAMPLE_KEYS.items() if one is self.format},
+            **{
+                key: sample
+                for key, master_format in _SAMPLE_KEYS.items()
+                if master_format is self.format
+            },
         }
 
     @classmethod

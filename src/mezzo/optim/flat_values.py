@@ -26,7 +26,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     >>> flatten([torch.tensor([[1, 2], [3, 4]]).T, torch.tensor(5)])
     tensor([1, 2, 3, 4, 5])
     """
-    return torch.cat([one.detach().as_strided((one.numel(),), (1,)) for one in tensors])
+    return torch.cat([tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in tensors])
 
 
 def views_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -37,9 +37,9 @@ def views_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torc
             [1, 3]]), tensor(4)]
     """
     views, offset = [], flat.storage_offset()
-    for one in tensors:
-        views.append(flat.as_strided(one.shape, one.stride(), offset))
-        offset += one.numel()
+    for tensor in tensors:
+        views.append(flat.as_strided(tensor.shape, tensor.stride(), offset))
+        offset += tensor.numel()
     return views
 
 
@@ -79,7 +79,7 @@ class FlatValues:
 
     def _read(self) -> torch.Tensor:
         companions = map(self._masters.companion_tensor, self._parameters)
-        self._companions = [one for one in companions if one is not None]
+        self._companions = [companion for companion in companions if companion is not None]
         if self._companions:
             self._companion = flatten(self._companions)
         return self._masters.format.merge(self._stored, self._companion)
@@ -105,7 +105,7 @@ class FlatValues:
 
     def _write_samples(self, skipped: torch.Tensor | None) -> None:
         samples = (
-            [one for one in map(self._masters.sample, self._parameters) if one is not None]
+            [sample for sample in map(self._masters.sample, self._parameters) if sample is not None]
             if self._companions
             else []
         )
@@ -130,15 +130,15 @@ class SavedTensors:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        is_small = [one.numel() < _SMALL and is_dense(one) for one in tensors]
-        self._large = [one for one, small in zip(tensors, is_small, strict=True) if not small]
-        self._copies = [torch.empty_like(one) for one in self._large]
+        is_small = [tensor.numel() < _SMALL and is_dense(tensor) for tensor in tensors]
+        self._large = [tensor for tensor, small in zip(tensors, is_small, strict=True) if not small]
+        self._copies = [torch.empty_like(tensor) for tensor in self._large]
         if self._large:
             foreach_copy_(self._copies, self._large)
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for one, small in zip(tensors, is_small, strict=True):
+        for tensor, small in zip(tensors, is_small, strict=True):
             if small:
-                by_dtype.setdefault(one.dtype, []).append(one)
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
         self._small = [(live, flatten(live)) for live in by_dtype.values()]
 
     def restore_if(self, skipped: torch.Tensor) -> None:

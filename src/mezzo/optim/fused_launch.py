@@ -26,7 +26,7 @@ _LANES = 128
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What all launches of a step read on the device, beside their own tables."""
+    """What all launches of a step read on the device, besides their own tables."""
 
     hyper: torch.Tensor
     """Hyper-parameters of all groups, float64 [8, groups]."""

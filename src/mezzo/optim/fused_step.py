@@ -48,7 +48,9 @@ class FusedBinding(DeviceBinding):
         super().__init__(optimizer, masters, clip_norm=clip_norm, takes_scale=takes_scale)
         self._algorithm = ALGORITHMS[algorithm_name(optimizer)]
         # A decorated model stays on its type of device.
-        self._has_kernels = any(_launch.has_triton(one.device) for one in all_parameters(optimizer))
+        self._has_kernels = any(
+            _launch.has_triton(parameter.device) for parameter in all_parameters(optimizer)
+        )
         self._slots = ParameterSlots(optimizer, masters, self._algorithm)
         self._plan: LaunchPlan | None = None
         self._hyper: tuple[Any, torch.Tensor | None] = (None, None)

@@ -79,7 +79,7 @@ class Float32:
 
     master, sampled, exact = Master.FLOAT32, False, True
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return float32."""
         return torch.float32
 
@@ -87,7 +87,7 @@ class Float32:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest, ties to even; return a copy of the value as companion."""
         return CASTS[dtype](value), value.clone()
@@ -110,7 +110,7 @@ class Split:
 
     master, sampled, exact = Master.SPLIT, True, True
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return int16."""
         return torch.int16
 
@@ -118,7 +118,7 @@ class Split:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to bfloat16; return the remainder in units of the last place of float32."""
         if dtype is not torch.bfloat16:
@@ -136,7 +136,7 @@ class Split:
         if companion is None:
             return _float32_copy(parameter)
         upper, remainder = parameter.view(torch.int16).to(torch.int32), companion.to(torch.int32)
-        # Zero has no negative remainder: this one is of a value that was overwritten
+        # Zero has no negative remainder: a negative one belongs to a value that was overwritten
         # (`p.data.mul_(mask)`), and zero minus it would be NaN.
         remainder = torch.where((upper & 0x7FFF) == 0, remainder.clamp(min=0), remainder)
         return ((upper << 16) + remainder).view(torch.float32)
@@ -155,7 +155,7 @@ class Kahan:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest; return the rounding error, rounded too, as companion."""
         parameter = cast(value, dtype)
@@ -181,7 +181,7 @@ class Stochastic:
 
     master, sampled, exact = Master.STOCHASTIC, False, False
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return None."""
         return None
 
@@ -193,7 +193,7 @@ class Stochastic:
             return cast(value, dtype), None
         return round_stochastically(value, dtype, draw), None
 
-    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:
         """Return the parameter's value."""
         return _float32_copy(parameter)
 
@@ -203,7 +203,7 @@ class NoMaster:
 
     master, sampled, exact = Master.NONE, False, False
 
-    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:  # noqa: ARG002
+    def companion_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """Return None."""
         return None
 
@@ -211,18 +211,19 @@ class NoMaster:
         self,
         value: torch.Tensor,
         dtype: torch.dtype,
-        draw: RandomDraw | None = None,  # noqa: ARG002
+        draw: RandomDraw | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Round to nearest."""
         return cast(value, dtype), None
 
-    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+    def merge(self, parameter: torch.Tensor, companion: torch.Tensor | None) -> torch.Tensor:
         """Return the parameter's value."""
         return _float32_copy(parameter)
 
 
 MASTER_FORMATS: dict[Master, MasterFormat] = {
-    one.master: one for one in (Float32(), Split(), Kahan(), Stochastic(), NoMaster())
+    master_format.master: master_format
+    for master_format in (Float32(), Split(), Kahan(), Stochastic(), NoMaster())
 }
 """Every format by its name."""
 
@@ -258,8 +259,8 @@ def _merge_split(
     # shifts would take several for each.
     foreach_copy_(values, [parameter.detach() for parameter in parameters])
     foreach_copy_(remainders, companions)
-    # Zero has no negative remainder: this one is of a value that was overwritten
-    # (`p.data.mul_(mask)`), and the sum of both would be NaN for ever.
+    # Zero has no negative remainder: a negative one belongs to a value that was overwritten
+    # (`p.data.mul_(mask)`), and the sum of both would stay NaN.
     signs = foreach_sign(foreach_abs(values))
     foreach_mul_(signs, -(2.0**15))
     foreach_copy_(lowest, signs)

@@ -60,8 +60,8 @@ class MasterWeights:
         """Ids of parameters whose companion was loaded and not used yet. The parameter may be
         loaded before or after it, so that the sample decides and not the version."""
         self._unsampled: set[int] = set()
-        """Ids of those whose companion was loaded without a sample, as that of shards is saved: it
-        is for the value that the parameter has when the companion is used."""
+        """Ids of parameters whose companion was loaded without a sample, as companions of shards
+        are saved. It is for the value that the parameter has when the companion is used."""
         self._dropped: dict[int, int] = {}
         """Parameter id → how often its companion was dropped because other code wrote it."""
         self._warned = False
@@ -161,7 +161,7 @@ class MasterWeights:
     # -- writes by other code ----------------------------------------------------------------------
 
     def resync(self, parameter: torch.Tensor) -> bool:
-        """Drop the companion of a parameter that other code has written; return whether it was.
+        """Drop the companion of a parameter if other code has written it; return whether it has.
 
         Float32 masters are kept, because reading them compares values.
         """

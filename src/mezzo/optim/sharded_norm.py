@@ -43,7 +43,7 @@ def check_with_norm(
     The flags hold for all processes of the mesh. None, with nothing checked, if there are no
     gradients.
     """
-    owners = [one for one in parameters(optimizer) if one.grad is not None]
+    owners = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
     if not owners:
         return None
     check_sorted(optimizer, None, flags, source, mesh=mesh)

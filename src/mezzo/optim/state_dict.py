@@ -52,6 +52,8 @@ def without_masters(state: State) -> State:
 
 
 class _StateDictHooks:
+    """The hooks around saving and loading the state dict of one optimizer."""
+
     def __init__(self, masters: MasterWeights) -> None:
         self._masters = masters
         self._loading: State = {}

@@ -229,7 +229,7 @@ def _tensor_problem(value: torch.Tensor, example: torch.Tensor | None) -> str | 
     return None
 
 
-def same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_kind(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether tensors are both floating-point, both complex, both boolean or both integer.
 
     >>> ones = torch.ones(1)
@@ -237,10 +237,10 @@ def same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
     (True, False)
     """
     bool_ = torch.bool
-    return (one.is_floating_point(), one.is_complex(), one.dtype is bool_) == (
-        other.is_floating_point(),
-        other.is_complex(),
-        other.dtype is bool_,
+    return (first.is_floating_point(), first.is_complex(), first.dtype is bool_) == (
+        second.is_floating_point(),
+        second.is_complex(),
+        second.dtype is bool_,
     )
 
 

@@ -7,12 +7,8 @@ draws, row 11 whether the parameter matches its sample; the rows between are the
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
-
-# Kernels are not Python: annotations of their pointers, numbers and constants would be useless.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, ANN201
+import triton
+import triton.language as tl
 
 SGD, ADAM, ADAGRAD, LION, LAMB = (tl.constexpr(code) for code in range(5))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 from mezzo.optim.triton_update import (
     STOCHASTIC,
@@ -14,10 +14,6 @@ from mezzo.optim.triton_update import (
     _store,
     _write_weight,
 )
-
-# mypy and ruff: as in `triton_update.py`.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, ANN201
 
 
 @triton.jit

@@ -7,14 +7,10 @@ addresses of gradients, and the coefficients that `triton_coefficients.py` has j
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 from mezzo.optim.triton_coefficients import ADAGRAD, ADAM, LION, SGD
-
-# Kernels are not Python: annotations of their pointers, numbers and constants would be useless.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN202, ANN201, PLR0124, PLR2004
 
 PLAIN, FLOAT32, SPLIT, KAHAN, STOCHASTIC, NONE = (tl.constexpr(code) for code in range(6))
 """PLAIN is a float32 parameter, the others are the master formats of 16-bit parameters."""

@@ -80,7 +80,7 @@ class Replicas:
     def _check_hooks(self, wrapper: DistributedDataParallel, *, scales_loss: bool) -> None:
         for hook, state in communication_hooks(wrapper):
             reason = next(
-                (why for one in type(state).__mro__ if (why := _UNFIT_HOOKS.get(one.__name__))),
+                (why for cls in type(state).__mro__ if (why := _UNFIT_HOOKS.get(cls.__name__))),
                 None,
             )
             if scales_loss and reason is not None:
@@ -98,9 +98,11 @@ class Replicas:
     def _refuse_unreduced(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> None:
-        reduced = {parameter for one in self.wrappers for parameter in _reduced_parameters(one)}
+        reduced = {
+            parameter for wrapper in self.wrappers for parameter in _reduced_parameters(wrapper)
+        }
         names: dict[torch.Tensor, str] = {
-            parameter: name for one in models for name, parameter in one.named_parameters()
+            parameter: name for model in models for name, parameter in model.named_parameters()
         }
         for optimizer in optimizers:
             for parameter in parameters(optimizer):
@@ -120,7 +122,7 @@ class Replicas:
             return "the models are wrapped with different process groups"
         if self.wrappers and not distributed.is_gloo_available():
             return "torch has no gloo, by which ranks agree what to capture"
-        reasons = (_capture_refusal(one, accumulates=accumulates) for one in self.wrappers)
+        reasons = (_capture_refusal(wrapper, accumulates=accumulates) for wrapper in self.wrappers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def renew_reducers(self) -> None:
@@ -222,10 +224,12 @@ class Replicas:
 
 def find_replicas(models: Any, reduce_dtype: str | torch.dtype | None = None) -> Replicas:
     """Return the wrappers among models that were passed to a step."""
-    wrappers = tuple(one for one in models_of(models) if isinstance(one, DistributedDataParallel))
+    wrappers = tuple(
+        model for model in models_of(models) if isinstance(model, DistributedDataParallel)
+    )
     if reduce_dtype is None:
         return Replicas(wrappers)
-    by_name = {dtype_name(one): one for one in REDUCE_DTYPES}
+    by_name = {dtype_name(dtype): dtype for dtype in REDUCE_DTYPES}
     dtype = by_name.get(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
     if dtype not in REDUCE_DTYPES:
         raise PolicyError(
@@ -243,7 +247,8 @@ def find_replicas(models: Any, reduce_dtype: str | torch.dtype | None = None) ->
 def inner_models(models: Any) -> tuple[nn.Module, ...]:
     """Return the models that were passed to a step, without their wrappers."""
     return tuple(
-        one.module if isinstance(one, DistributedDataParallel) else one for one in models_of(models)
+        model.module if isinstance(model, DistributedDataParallel) else model
+        for model in models_of(models)
     )
 
 

@@ -57,7 +57,7 @@ class HostGroup:
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         gathered = [torch.empty_like(own) for _ in range(self.size)]
         distributed.all_gather(gathered, own, group=self._group)
-        return [tuple(one.tolist()) for one in gathered]
+        return [tuple(row.tolist()) for row in gathered]
 
     def _create(self) -> distributed.ProcessGroup:
         parent = distributed.group.WORLD if self._parent is None else self._parent
@@ -88,11 +88,11 @@ def check_agreement(
     encoded = json.dumps(dict(values)).encode()
     digest = hashlib.sha256(json.dumps(sorted(values.items())).encode()).digest()[:_HASH_BYTES]
     own = torch.tensor([int.from_bytes(digest, signed=True), len(encoded)], device=device)
-    gathered = [one.tolist() for one in _all_gather(own, group)]
-    if any(one != gathered[0] for one in gathered):
+    gathered = [row.tolist() for row in _all_gather(own, group)]
+    if any(row != gathered[0] for row in gathered):
         padded = torch.zeros(max(length for _, length in gathered), dtype=torch.uint8)
         padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        texts = [bytes(one.tolist()) for one in _all_gather(padded.to(device), group)]
+        texts = [bytes(row.tolist()) for row in _all_gather(padded.to(device), group)]
         by_rank = [
             json.loads(text[:length]) for text, (_, length) in zip(texts, gathered, strict=True)
         ]

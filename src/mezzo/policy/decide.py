@@ -162,7 +162,7 @@ def explain(
         dtypes if input_dtypes else None,
         arguments,
     )
-    uncastable = [one for one in dtypes if one not in CASTABLE_DTYPES]
+    uncastable = [dtype for dtype in dtypes if dtype not in CASTABLE_DTYPES]
     reason = (
         f"{dtype_name(uncastable[0])} inputs are never cast"
         if uncastable and entry.rule in (Rule.HALF, Rule.FULL)
@@ -188,7 +188,7 @@ def _entry_for_call(
         entry.rule is Rule.REFUSE
         and name in lists.refused_in_half
         and dtypes is not None
-        and not any(one in HALF_DTYPES for one in dtypes)
+        and not any(dtype in HALF_DTYPES for dtype in dtypes)
     ):
         return Entry(Rule.KEEP, "refused only with 16-bit inputs")
     return entry

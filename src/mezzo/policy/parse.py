@@ -38,7 +38,7 @@ MODULE_RULES = (Rule.HALF, Rule.FULL, Rule.KEEP)
 
 def half_dtype(value: DtypeArg) -> torch.dtype | None:
     """Parse `dtype`; None stands for `"auto"`."""
-    return None if value in ("auto", None) else parse_dtype(value, beside=("auto",))
+    return None if value in ("auto", None) else parse_dtype(value, further=("auto",))
 
 
 def grad_dtype(value: DtypeArg) -> torch.dtype | None:
@@ -250,7 +250,7 @@ def _module_rule(key: Any, rule: str | Rule) -> Rule:
         return parsed
     raise PolicyError(
         f"{parsed.value!r} is not a rule for whole modules ({key!r})."
-        f" {choices(one.value for one in MODULE_RULES)}"
+        f" {choices(rule.value for rule in MODULE_RULES)}"
     )
 
 

@@ -61,7 +61,7 @@ class ParsedEnum(Enum):
     __hash__ = object.__hash__
 
     @classmethod
-    def parse(cls, value: str | Self) -> Self:
+    def parse(cls, value: object) -> Self:
         """Return the member with this value; raise `PolicyError` with the allowed ones otherwise.
 
         >>> Rule.parse("half")

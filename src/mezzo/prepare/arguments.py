@@ -82,14 +82,14 @@ def read_targets(models: Any, optimizers: Any) -> Targets:
 def models_of(argument: Any) -> tuple[nn.Module, ...]:
     """Return the models in an argument, each once; of a compiled model the original."""
     models = tuple(dict.fromkeys(uncompiled(one) for one in flat(argument)))
-    for one in models:
-        if not isinstance(one, nn.Module):
+    for model in models:
+        if not isinstance(model, nn.Module):
             raise PolicyError(
-                f"model={one!r} is not a torch.nn.Module. Pass the model, or a list of models."
+                f"model={model!r} is not a torch.nn.Module. Pass the model, or a list of models."
             )
-        if isinstance(one, torch.jit.ScriptModule):
+        if isinstance(model, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{type(one).__name__} is scripted, and its forward cannot be replaced. Pass the"
+                f"{type(model).__name__} is scripted, and its forward cannot be replaced. Pass the"
                 " model that was scripted."
             )
     if not models:
@@ -116,7 +116,7 @@ def inside_fabric(models: Any) -> Any:
     The outputs of a wrapper refuse every backward pass but that of `fabric.backward`.
     """
     if isinstance(models, list | tuple):
-        return [inside_fabric(one) for one in models]
+        return [inside_fabric(model) for model in models]
     return models._forward_module if _is_wrapper(type(models), "_FabricModule") else models
 
 
@@ -138,8 +138,10 @@ def is_inside_ddp(models: Iterable[nn.Module]) -> bool:
     gc.collect()
     own = set(map(id, trained))
     # Not `isinstance`, which is slow for an abstract class and runs the code of proxies.
-    wrappers: list[Any] = [one for one in gc.get_objects() if _DDP in type(one).__mro__]
-    return any(id(parameter) in own for one in wrappers for parameter in one.parameters())
+    wrappers: list[Any] = [
+        candidate for candidate in gc.get_objects() if _DDP in type(candidate).__mro__
+    ]
+    return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def _keeps_node(parameter: torch.Tensor) -> bool:
@@ -155,14 +157,16 @@ def _keeps_node(parameter: torch.Tensor) -> bool:
 def optimizers_of(argument: Any) -> tuple[Optimizer, ...]:
     """Return the optimizers in an argument, each once."""
     optimizers = () if argument is None else tuple(dict.fromkeys(flat(argument)))
-    for one in optimizers:
-        if not isinstance(one, Optimizer):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
             hint = (
-                f" A policy is the third argument: policy={one!r}." if isinstance(one, str) else ""
+                f" A policy is the third argument: policy={optimizer!r}."
+                if isinstance(optimizer, str)
+                else ""
             )
             raise PolicyError(
-                f"optimizer={one!r} is not a torch.optim.Optimizer. Pass the optimizer, a list of"
-                f" them, or None.{hint}"
+                f"optimizer={optimizer!r} is not a torch.optim.Optimizer. Pass the optimizer, a"
+                f" list of them, or None.{hint}"
             )
     return optimizers
 
@@ -233,7 +237,7 @@ def _refuse_without_values(model: nn.Module) -> None:
                 f"The parameter {name!r} is on the meta device and has no values. Materialize the"
                 " model first: call model.to_empty(device=...) and load its weights."
             )
-        if is_sharded(parameter) and parameter.device_mesh.device_type != parameter.device.type:  # type: ignore[attr-defined]
+        if is_sharded(parameter) and parameter.device_mesh.device_type != parameter.device.type:
             raise UnsupportedError(
                 f"The parameter {name!r} is a shard on {parameter.device.type}, and computes on"
                 f" another device: CPUOffloadPolicy is not supported. Leave offload_policy out of"

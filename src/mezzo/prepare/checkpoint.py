@@ -126,10 +126,10 @@ def _parts(
 ) -> dict[str, Any]:
     """Return the content of a file."""
     models = _models(model)
-    states = [optimizer_state(one, models) for one in optimizers_of(optimizer)]
+    states = [optimizer_state(member, models) for member in optimizers_of(optimizer)]
     return {
         "step": None if step is None else step.state_dict(),
-        "model": None if model is None else [exact_state_dict(one) for one in models],
+        "model": None if model is None else [exact_state_dict(module) for module in models],
         "optimizer": None if optimizer is None else states,
         "scaler": None if scaler is None else [scaler.state_dict()],
         "scheduler": _states_of(scheduler),
@@ -144,7 +144,7 @@ def _with_wrappers(model: Models | None, step: Step | None) -> tuple[Any, ...]:
 
 
 def _states_of(parts: Any) -> list[dict[str, Any]] | None:
-    return None if parts is None else [one.state_dict() for one in flat(parts)]
+    return None if parts is None else [part.state_dict() for part in flat(parts)]
 
 
 def _save_folder(
@@ -251,17 +251,25 @@ def load_checkpoint(
             " the model is sharded, or pass a folder that save_checkpoint wrote of sharded"
             " parameters."
         )
-    parts = checkpoint_parts.read(path)
-    pairs = checkpoint_checks.match_parts(os.fspath(path), parts, targets)
+    return _load_file(path, targets, strict=strict)
+
+
+def _load_file(
+    path: FilePath, targets: dict[str, tuple[Any, ...]], *, strict: bool
+) -> dict[str, Any]:
+    """Load a file: read and check all of it, then load each part."""
+    parts, name = checkpoint_parts.read(path), os.fspath(path)
+    pairs = checkpoint_checks.match_parts(name, parts, targets)
     checkpoint_checks.check_fit(pairs, strict=strict)
     own_rng = checkpoint_parts.own_random_states(path, parts)
     rng_state.check_rng_state(own_rng)
+    models, optimizers = targets["model"], targets["optimizer"]
     # A step rolls back its own parts.
     with rolled_back_on_error(models, optimizers, (*targets["scaler"], *targets["scheduler"])):
-        for name, of_part in pairs.items():
-            for target, state in of_part:
-                options = {"strict": strict} if name == "model" else {}
-                with _as_checkpoint_error(os.fspath(path), name, target):
+        for part, pairs_of_part in pairs.items():
+            for target, state in pairs_of_part:
+                options = {"strict": strict} if part == "model" else {}
+                with _as_checkpoint_error(name, part, target):
                     target.load_state_dict(state, **options)
         rng_state.restore_rng_state(own_rng)
     extra: dict[str, Any] = parts["extra"]
@@ -352,10 +360,10 @@ def _refuse_mid_accumulation(
 def _decorations(
     models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
 ) -> set[Decoration]:
-    of_optimizers = (decoration_of(one) for one in optimizers)
+    of_optimizers = (decoration_of(optimizer) for optimizer in optimizers)
     return {
-        *(one for model in models for one in decorations_of(model)),
-        *(one for one in of_optimizers if one is not None),
+        *(decoration for model in models for decoration in decorations_of(model)),
+        *(optimizer for optimizer in of_optimizers if optimizer is not None),
     }
 
 
@@ -375,9 +383,9 @@ def optimizer_state(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> dict
 def latest_checkpoint(folder: FilePath) -> Path | None:
     """Return the checkpoint in a folder that was saved last; None if there is none.
 
-    What is not complete is left out: a save that was interrupted, a file that is being copied.
-    Other files are left out too. Of checkpoints that were saved at the same time, the one with the
-    larger number in its name counts as later.
+    Incomplete checkpoints, such as interrupted saves or files that are being copied, are skipped,
+    and so are other files. Of checkpoints that were saved at the same time, the one with the larger
+    number in its name counts as later.
 
     Args:
         folder: The folder that holds the files or folders of `save_checkpoint`. It need not exist.
@@ -405,7 +413,7 @@ def _is_visible(entry: Path) -> bool:
 
 def _age(entry: Path) -> tuple[int, list[int], str]:
     """Return when an entry was written, and the numbers in its name."""
-    numbers = [int(one) for one in re.findall(r"\d+", entry.name)]
+    numbers = [int(digits) for digits in re.findall(r"\d+", entry.name)]
     try:
         return entry.stat().st_mtime_ns, numbers, entry.name
     except OSError:

@@ -28,7 +28,10 @@ def match_parts(path: str, parts: dict[str, Any], targets: dict[str, tuple[Any, 
     for name, of_part in targets.items():
         saved = parts[name]
         if of_part and saved is None:
-            present = ", ".join(one for one in targets if parts[one] is not None) or "none of them"
+            present = (
+                ", ".join(target for target in targets if parts[target] is not None)
+                or "none of them"
+            )
             raise CheckpointError(
                 f"{path!r} has no {name}. It has: {present}. Leave {name}= out, or save it with the"
                 " next checkpoint."

@@ -86,8 +86,10 @@ def save(content: Any, file: BinaryIO) -> None:
 
     Raises `CheckpointError` for tensors that `load` would reject for their size.
     """
-    storages = [one.untyped_storage() for one in _plain_tensors(content)]
-    _check_tensor_sizes(content, sum({one.data_ptr(): one.nbytes() for one in storages}.values()))
+    storages = [tensor.untyped_storage() for tensor in _plain_tensors(content)]
+    _check_tensor_sizes(
+        content, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    )
     has_checksums = torch.serialization.get_crc32_options()
     if not has_checksums:
         torch.serialization.set_crc32_options(True)
@@ -162,29 +164,29 @@ def _check_entries(archive: ZipFile, size: int) -> None:
     """Raise for entries that are compressed or that overlap: together they must fit the file."""
     entries = archive.infolist()
     if any(
-        one.compress_type != ZIP_STORED
-        or one.flag_bits & ~_FLAGS
-        or one.file_size != one.compress_size
-        for one in entries
+        entry.compress_type != ZIP_STORED
+        or entry.flag_bits & ~_FLAGS
+        or entry.file_size != entry.compress_size
+        for entry in entries
     ):
         raise CheckpointError(
             "it has compressed or encrypted entries, which save_checkpoint never writes"
         )
     # Of an entry with the attribute of a folder, torch reads nothing, and returns memory that was
     # never written.
-    if any(one.external_attr & _FOLDER or one.is_dir() for one in entries):
+    if any(entry.external_attr & _FOLDER or entry.is_dir() for entry in entries):
         raise CheckpointError("its directory is damaged")
-    if sum(one.file_size for one in entries) > size:
+    if sum(entry.file_size for entry in entries) > size:
         raise CheckpointError("its entries overlap")
-    if any(count > 1 for count in Counter(one.filename.lower() for one in entries).values()):
+    if any(count > 1 for count in Counter(entry.filename.lower() for entry in entries).values()):
         raise CheckpointError("it has two entries of the same name")
 
 
 def _pickle_entry(archive: ZipFile) -> ZipInfo:
     """Return the entry of the pickle."""
     # torch ignores the case of a name, and takes the folder of the first entry.
-    names = [one.filename.lower() for one in archive.infolist()]
-    pickles = [one for one in archive.infolist() if one.filename.lower().endswith("data.pkl")]
+    names = [entry.filename.lower() for entry in archive.infolist()]
+    pickles = [entry for entry in archive.infolist() if entry.filename.lower().endswith("data.pkl")]
     if len(pickles) != 1 or any(name.endswith("constants.pkl") for name in names):
         raise CheckpointError("it is an archive of another kind")
     return pickles[0]
@@ -192,7 +194,7 @@ def _pickle_entry(archive: ZipFile) -> ZipInfo:
 
 def _check_checksums(archive: ZipFile) -> None:
     """Compare the checksum of every entry."""
-    if not any(one.CRC for one in archive.infolist()):
+    if not any(entry.CRC for entry in archive.infolist()):
         # Written after torch.serialization.set_crc32_options(False). Damage does not look like
         # that: at least five checksums would have to become 0.
         for entry in archive.infolist():
@@ -238,7 +240,7 @@ def _check_pickle(pickled: bytes, budget: int) -> None:
         elif name not in _NOTHING:
             start = marks.pop() if name in _TO_MARK else len(stack) - _TAKES.get(name, 0)
             operands = stack[start:]
-            size = min(sum(one.size + _SLOT for one in operands), budget)
+            size = min(sum(operand.size + _SLOT for operand in operands), budget)
             del stack[start:]
             if name in _GROWS:
                 stack[-1].grow(size)
@@ -282,10 +284,14 @@ def _check_callable(name: Any, allowed: Mapping[Any, int]) -> None:
 def _safe_globals() -> set[str]:
     """Return what the process has passed to `torch.serialization.add_safe_globals`."""
     names = (
-        (one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}")
-        for one in torch.serialization.get_safe_globals()
+        (
+            allowed[1]
+            if isinstance(allowed, tuple)
+            else f"{allowed.__module__}.{allowed.__qualname__}"
+        )
+        for allowed in torch.serialization.get_safe_globals()
     )
-    return {" ".join(one.rpartition(".")[::2]) for one in names}
+    return {" ".join(name.rpartition(".")[::2]) for name in names}
 
 
 def _check_tensor_sizes(content: Any, size: int) -> None:
@@ -293,7 +299,7 @@ def _check_tensor_sizes(content: Any, size: int) -> None:
 
     Expanded tensors, or many views of one storage, would allocate that memory when they are copied.
     """
-    claimed = sum(one.numel() * one.element_size() for one in _plain_tensors(content))
+    claimed = sum(tensor.numel() * tensor.element_size() for tensor in _plain_tensors(content))
     # Twice the size, because tied weights are in a file once, under several names.
     if claimed > 2 * size + _BUDGET:
         raise CheckpointError(f"its tensors claim {claimed} bytes, and the file has {size}")
@@ -303,10 +309,10 @@ def _plain_tensors(content: Any) -> Iterator[torch.Tensor]:
     """Yield every dense tensor in nested containers; each container is searched once."""
     remaining, seen = [content], set()
     while remaining:
-        one = remaining.pop()
-        if type(one) in {torch.Tensor, torch.nn.Parameter}:
-            if one.layout is torch.strided and not one.is_meta:
-                yield one
-        elif isinstance(one, dict | list | tuple | set) and id(one) not in seen:
-            seen.add(id(one))
-            remaining.extend(one.values() if isinstance(one, dict) else one)
+        value = remaining.pop()
+        if type(value) in {torch.Tensor, torch.nn.Parameter}:
+            if value.layout is torch.strided and not value.is_meta:
+                yield value
+        elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            remaining.extend(value.values() if isinstance(value, dict) else value)

@@ -58,7 +58,7 @@ def save(
     path: Path, models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], packed: bytes
 ) -> None:
     """Save shards and a packed run state to a folder. All ranks must call this."""
-    from torch.distributed.checkpoint.state_dict_saver import save as save_shards  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
     content = {_RUN: packed, **_states(models, optimizers)}
     target = path.absolute()
@@ -130,7 +130,7 @@ def load(
 
     Shapes are checked before anything is read.
     """
-    from torch.distributed.checkpoint.state_dict import (  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         set_optimizer_state_dict,
     )
@@ -156,16 +156,16 @@ def load(
 
 
 def _saved_names(path: Path) -> set[str]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     return set(FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
 def _drop_missing(states: dict[str, Any], prefix: str, saved: set[str]) -> None:
     """Remove the states of parameters that had none when the checkpoint was saved."""
-    present = {one.removeprefix(prefix) for one in saved if one.startswith(prefix)}
-    prefixes = {one[:place] for one in present for place in _dots(one)}
-    for name in [one for one in states if one not in prefixes]:
+    present = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
+    prefixes = {name[:place] for name in present for place in _dots(name)}
+    for name in set(states) - prefixes:
         del states[name]
 
 
@@ -181,9 +181,9 @@ def _refuse_more(path: Path, name: str, own: set[str], saved: set[str]) -> None:
     """Raise for tensors in the checkpoint that the target lacks, which torch would not load."""
     prefix = f"{name}.state." if name.startswith("optimizer") else f"{name}."
     more = sorted(
-        one
-        for one in saved
-        if one.startswith(prefix) and one not in own and one.rpartition(".")[2] not in KEYS
+        name
+        for name in saved
+        if name.startswith(prefix) and name not in own and name.rpartition(".")[2] not in KEYS
     )
     if more:
         raise CheckpointError(
@@ -193,8 +193,8 @@ def _refuse_more(path: Path, name: str, own: set[str], saved: set[str]) -> None:
 
 
 def _read(path: Path, content: dict[str, Any], *, strict: bool) -> None:
-    from torch.distributed.checkpoint import default_planner, state_dict_loader  # noqa: PLC0415
-    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415
+    from torch.distributed.checkpoint import default_planner, state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with _without_warning():
@@ -229,7 +229,7 @@ def _states(
 
     An optimizer without a state gets one: its entries are what a load fills.
     """
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: PLC0415
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     states: dict[str, Any] = {
         f"model{index}": exact_state_dict(model) for index, model in enumerate(models)

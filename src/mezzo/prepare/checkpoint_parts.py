@@ -36,7 +36,7 @@ def write(path: FilePath, parts: dict[str, Any]) -> None:
 
 
 def refuse_unreadable(name: str, part: Any) -> None:
-    """Raise for a value that could be written and not be read: tried without tensor contents."""
+    """Raise for a value that could be written but not read; tensors are tried without content."""
     buffer = BytesIO()
     try:
         checkpoint_file.save(map_tensors(part, _empty), buffer)

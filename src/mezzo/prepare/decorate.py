@@ -17,7 +17,7 @@ from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.autocast import bind_module_rules
 from mezzo.optim import state_dict
-from mezzo.optim.attach import bind_optimizer, cast_state
+from mezzo.optim.bind_optimizer import bind_optimizer, cast_state
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.decide import user_stack_level
 from mezzo.policy.types import Level, Master
@@ -167,7 +167,7 @@ def undecorate(model: Models, optimizer: Optimizers | None = None) -> Any:
     torch.float32
     """
     models, optimizers = models_of(model), optimizers_of(optimizer)
-    decorations = {decoration_of(one) for one in all_decorated(models, optimizers)}
+    decorations = {decoration_of(owner) for owner in all_decorated(models, optimizers)}
     decoration = decorations.pop() if len(decorations) == 1 else None
     if decoration is None:
         raise PolicyError(
@@ -186,17 +186,17 @@ def undecorate(model: Models, optimizer: Optimizers | None = None) -> Any:
 
 
 def _refuse_decorated(model: Models, optimizer: Optimizers | None) -> None:
-    modules = (module for one in models_of(model) for module in one.modules())
-    for one in all_decorated(modules, optimizers_of(optimizer)):
-        if decoration_of(one) is not None:
+    modules = (module for root in models_of(model) for module in root.modules())
+    for owner in all_decorated(modules, optimizers_of(optimizer)):
+        if decoration_of(owner) is not None:
             raise PolicyError(
-                f"This {type(one).__name__} is decorated already. Call mezzo.undecorate(model,"
+                f"This {type(owner).__name__} is decorated already. Call mezzo.undecorate(model,"
                 " optimizer) first, then decorate again."
             )
 
 
 def _refuse_wrapped_parameters(planned: DecoratePlan) -> None:
-    """Raise if parameters would be cast that DistributedDataParallel has taken its hooks of."""
+    """Raise if DistributedDataParallel has already hooked parameters that would be cast."""
     if planned.plan.converts and is_inside_ddp(planned.targets.models):
         level = planned.plan.policy.level.value
         raise UnsupportedError(
@@ -212,7 +212,9 @@ def _warn_of_lost_updates(planned: DecoratePlan) -> None:
     policy = planned.plan.policy
     if planned.targets.optimizers or policy.level is not Level.O2 or policy.master is Master.NONE:
         return
-    is_trained = any(one.converted and one.info.tensor.requires_grad for one in planned.tensors)
+    is_trained = any(
+        tensor.converted and tensor.info.tensor.requires_grad for tensor in planned.tensors
+    )
     if is_trained and any(model.training for model in planned.targets.models):
         warnings.warn(
             "decorate(model) without an optimizer keeps no master weights: updates that are small"
@@ -226,9 +228,11 @@ def _warn_of_lost_updates(planned: DecoratePlan) -> None:
 def _warn_of_half_parameters(planned: DecoratePlan) -> None:
     """Warn of parameters that are 16-bit already, and would be trained without masters at O1."""
     half = [
-        one.row
-        for one in planned.tensors
-        if one.row.before in HALF_DTYPES and one.info.optimizer and one.info.tensor.requires_grad
+        tensor.row
+        for tensor in planned.tensors
+        if tensor.row.before in HALF_DTYPES
+        and tensor.info.optimizer
+        and tensor.info.tensor.requires_grad
     ]
     if half and planned.plan.policy.level is Level.O1:
         warnings.warn(
@@ -270,8 +274,8 @@ def _apply(planned: DecoratePlan) -> None:
         for optimizer in planned.targets.optimizers:
             _bind_optimizer(planned, optimizer, masters[optimizer], weights, undo)
             undo.callback(refuse_replaced_parameters(optimizer, planned.targets.models))
-        for one in all_decorated(planned.targets.models, planned.targets.optimizers):
-            undo.callback(mark(one, decoration))
+        for owner in all_decorated(planned.targets.models, planned.targets.optimizers):
+            undo.callback(mark(owner, decoration))
         rollback.pop_all()
 
 
@@ -327,7 +331,7 @@ def _bind_optimizer(
 ) -> None:
     """Bind an optimizer to its master weights, unless parameters stay float32 without clipping.
 
-    One of a sharded model at O2 is bound for its fused step, which updates the float32 shards.
+    The optimizer of a sharded model at O2 is bound too: its fused step updates the float32 shards.
     """
     plan = planned.plan
     if not plan.converts and plan.clip_norm is None and not planned.groups:

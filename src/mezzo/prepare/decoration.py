@@ -51,12 +51,13 @@ class Decoration:
         self.training_steps: WeakSet[Accumulating] = WeakSet()
         """Training steps that were created from these models and optimizers."""
         self.scaler: GradScaler | bool | None = None
-        """The `scaler=` of training steps that are given none: an integration shares its own."""
+        """The scaler of training steps that are created without `scaler=`: an integration shares
+        its own."""
         self.is_lent = False
         """Whether the models hold averaged weights, inside `EMA.applied()`, and must not train."""
 
     def share_scaler(self, scaler: GradScaler | None) -> None:
-        """Give a scaler, or none, to training steps that are given none."""
+        """Set the scaler, or none, of training steps that are created without `scaler=`."""
         self.scaler = False if scaler is None else scaler
 
     @contextmanager
@@ -95,9 +96,9 @@ def all_decorated(
     return (*models, *optimizers)
 
 
-def decoration_of(one: nn.Module | Optimizer) -> Decoration | None:
+def decoration_of(owner: nn.Module | Optimizer) -> Decoration | None:
     """Return the decoration of a model or an optimizer; None if it is not decorated."""
-    decoration: Decoration | None = one.__dict__.get(DECORATION)
+    decoration: Decoration | None = owner.__dict__.get(DECORATION)
     return decoration
 
 
@@ -121,14 +122,14 @@ def has_exact_masters(optimizer: Optimizer, models: tuple[nn.Module, ...]) -> bo
     return (
         decoration is not None
         and MASTER_FORMATS[decoration.plan.master].exact
-        and all(one in models for one in decoration.models)
+        and all(model in models for model in decoration.models)
     )
 
 
-def mark(one: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], None]:
+def mark(owner: nn.Module | Optimizer, decoration: Decoration) -> Callable[[], None]:
     """Store a decoration on a model or an optimizer; return a function that removes it."""
-    one.__dict__[DECORATION] = decoration
-    return partial(one.__dict__.pop, DECORATION, None)
+    owner.__dict__[DECORATION] = decoration
+    return partial(owner.__dict__.pop, DECORATION, None)
 
 
 def flatten_rnns(models: tuple[nn.Module, ...]) -> None:

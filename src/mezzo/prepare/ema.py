@@ -139,11 +139,14 @@ class _Averaged:
         self.decorations: list[Decoration] = self._masters.decorations
         self.tensors: list[torch.Tensor] = [place.tensors[place.key] for place in places]
         self._names = [place.name for place in places]
-        self._dicts, self._keys = [one.tensors for one in places], [one.key for one in places]
+        self._dicts, self._keys = (
+            [place.tensors for place in places],
+            [place.key for place in places],
+        )
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         masters = list(map(self._masters.masters, self.tensors))
         self._generations = [
-            (one, one.generation) for one in dict.fromkeys(masters) if one is not None
+            (master, master.generation) for master in dict.fromkeys(masters) if master is not None
         ]
         for name, tensor in zip(self._names, self.tensors, strict=True):
             averages[name] = _average_for(tensor, averages.get(name), self._masters)

@@ -122,7 +122,7 @@ def _patch_product(module: nn.Conv2d, input: Tensor) -> Tensor:  # noqa: A002 - 
     # A compiled step has its own form of these convolutions; odd borders are not read by any.
     if (
         is_dynamo_compiling()
-        or input.dim() != 4  # noqa: PLR2004 - images in a batch
+        or input.dim() != 4
         or input.shape[2] % height
         or input.shape[3] % width
     ):

@@ -108,6 +108,8 @@ class HalfWeights:
 
 
 class _Properties(NamedTuple):
+    """Properties of a tensor that must not change while it is decorated."""
+
     dtype: torch.dtype
     device: torch.device
     shape: torch.Size
@@ -122,6 +124,8 @@ class _Properties(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Record:
+    """A tensor that was cast to 16 bits: its masters, and what restores it."""
+
     masters: MasterWeights
     grad_dtype: torch.dtype | None
     """The tensor's `grad_dtype` before it was cast."""

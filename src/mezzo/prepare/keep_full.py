@@ -55,7 +55,7 @@ class KeepFull:
     def _of_module(self, name: str, module: nn.Module) -> str:
         if any(module is instance for instance in self.instances):
             return f"keep_full has this {type(module).__name__}"
-        if any(module is one for one in self.ruled):
+        if any(module is ruled for ruled in self.ruled):
             return f"modules= runs this {type(module).__name__} in float32"
         return next(
             (
@@ -69,9 +69,9 @@ class KeepFull:
     def _of_tensor(self, name: str) -> str:
         return next(
             (
-                f"keep_full has {one.text!r}"
-                for one in self.selectors
-                if one.rank > _TYPE_RANK and fnmatchcase(name, one.text)
+                f"keep_full has {selector.text!r}"
+                for selector in self.selectors
+                if selector.rank > _TYPE_RANK and fnmatchcase(name, selector.text)
             ),
             "",
         )
@@ -96,7 +96,7 @@ def read_keep_full(
 ) -> tuple[Policy, KeepFull]:
     """Read a policy and its `keep_full`, which may hold modules themselves.
 
-    The policy has the names of these modules in the models.
+    In the policy they are replaced by their names in the models.
     """
     argument = overrides.get("keep_full", NORMS)
     is_several = isinstance(argument, list | tuple | set | frozenset)
@@ -191,7 +191,9 @@ def _parametrized(model: nn.Module) -> Iterator[tuple[str, str]]:
         if isinstance(module, ParametrizationList) and any(
             buffer.is_floating_point() for buffer in module.buffers()
         ):
-            classes = ", ".join(type(one).__name__.lstrip("_") for one in module)
+            classes = ", ".join(
+                type(parametrization).__name__.lstrip("_") for parametrization in module
+            )
             for name, _ in module.named_parameters(recurse=False):
                 yield f"{prefix}{name}", f"{classes} computes it with float32 buffers"
 

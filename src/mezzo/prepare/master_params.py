@@ -80,7 +80,7 @@ def master_params(source: nn.Module | Optimizer) -> MasterParams:
     masters = ModelMasters(source)
     return MasterParams(
         ((name, masters.current(one)) for name, one in source.named_parameters()),
-        (masters.current(one) for one in source.buffers()),
+        (masters.current(buffer) for buffer in source.buffers()),
     )
 
 
@@ -93,7 +93,12 @@ class ModelMasters:
     def masters(self, tensor: torch.Tensor) -> MasterWeights | None:
         """Return the masters of a tensor; None if `decorate` has not cast it."""
         return next(
-            (one.weights.masters(tensor) for one in self.decorations if tensor in one.weights), None
+            (
+                decoration.weights.masters(tensor)
+                for decoration in self.decorations
+                if tensor in decoration.weights
+            ),
+            None,
         )
 
     def current(self, tensor: torch.Tensor) -> torch.Tensor:

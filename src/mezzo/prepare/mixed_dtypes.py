@@ -52,13 +52,15 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
 def explain_backward(error: RuntimeError) -> UnsupportedError | None:
     """Return an error with the remedy if the backward of an autograd.Function mixed dtypes.
 
-    Its forward runs in autocast and may save 16-bit tensors beside float32 ones. Its backward runs
-    without autocast.
+    Its forward runs in autocast and may save 16-bit tensors along with float32 ones. Its backward
+    runs without autocast.
     """
     if not _mixes_dtypes(error):
         return None
     frames = traceback.extract_tb(error.__traceback__)
-    frame = next((one for one in frames if one.name == "backward" and not _is_inside(one)), None)
+    frame = next(
+        (frame for frame in frames if frame.name == "backward" and not _is_inside(frame)), None
+    )
     if frame is None:
         return None
     return UnsupportedError(

@@ -50,11 +50,11 @@ def exact_state_dict(model: nn.Module) -> dict[str, Any]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, tensor in _tensors(module):
             key = f"{prefix}.{name}" if prefix else name
-            for one in weights:
-                if key in state and tensor in one and one.is_exact(tensor):
+            for weight in weights:
+                if key in state and tensor in weight and weight.is_exact(tensor):
                     # Read once, so that tied weights stay tied in a file.
                     if tensor not in read:
-                        read[tensor] = one.read(tensor)
+                        read[tensor] = weight.read(tensor)
                     state[key] = read[tensor]
     return state
 
@@ -79,6 +79,8 @@ class _Hook:
 
 
 class _AfterSave(_Hook):
+    """Replaces 16-bit weights in a saved state dict by exact ones."""
+
     def __init__(
         self, weights: HalfWeights, saved: dict[torch.Tensor, tuple[str, ref[torch.Tensor]]]
     ) -> None:
@@ -109,6 +111,8 @@ class _AfterSave(_Hook):
 
 
 class _BeforeLoad(_Hook):
+    """Keeps the exact values of a state dict before torch loads it."""
+
     def __init__(self, weights: HalfWeights, loading: dict[torch.Tensor, torch.Tensor]) -> None:
         self._weights, self._loading = weights, loading
 
@@ -138,6 +142,8 @@ class _BeforeLoad(_Hook):
 
 
 class _AfterLoad(_Hook):
+    """Sets the exact weights after torch has loaded rounded ones."""
+
     def __init__(self, decoration: Decoration, loading: dict[torch.Tensor, torch.Tensor]) -> None:
         self.decoration, self._loading = decoration, loading
 

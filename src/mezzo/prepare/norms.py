@@ -66,7 +66,7 @@ def is_rms_norm(module: nn.Module) -> bool:
         or [*module.state_dict()] != ["weight"]
         or next(module.children(), None) is not None
         # self and the input
-        or len(signature(type(module).forward).parameters) != 2  # noqa: PLR2004
+        or len(signature(type(module).forward).parameters) != 2
     ):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -126,7 +126,7 @@ class NormForward:
             torch.set_autocast_enabled(self._device, True)
 
 
-def _normalize(module: nn.Module, input: Tensor) -> Tensor:  # noqa: A002
+def _normalize(module: nn.Module, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
     dtype = input.dtype
     match module:
         case nn.LayerNorm() | nn.GroupNorm():
@@ -146,7 +146,7 @@ def _normalize(module: nn.Module, input: Tensor) -> Tensor:  # noqa: A002
 
 def _layer_or_group_norm(
     module: nn.LayerNorm | nn.GroupNorm,
-    input: Tensor,  # noqa: A002
+    input: Tensor,  # noqa: A002 - torch's name
     dtype: torch.dtype,
 ) -> Tensor:
     weight, bias = _as(module.weight, dtype), _as(module.bias, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from mezzo._dtypes import HALF_DTYPES, dtype_name, parse_dtype
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
-from mezzo.optim.attach import is_zero_redundancy, refuse_wrapper
+from mezzo.optim.bind_optimizer import is_zero_redundancy, refuse_wrapper
 from mezzo.optim.master_formats import MASTER_FORMATS
 from mezzo.policy.decide import Resolved, resolve
 from mezzo.policy.policy import Policy
@@ -261,10 +262,7 @@ def make_plan(
     read_policy, keep_full = read_keep_full(policy, overrides, targets.models)
     resolved = resolve(read_policy, hardware(targets.device))
     half = resolved.dtype if read_policy.level in _CONVERTS else None
-    for one in targets.optimizers:
-        # Otherwise the optimizer's step is not replaced.
-        if half is not None or clip_norm is not None or is_zero_redundancy(one):
-            refuse_wrapper(one)
+    _refuse_wrappers(targets, replaces_step=half is not None or clip_norm is not None)
     sharded = is_sharded_model(targets.models)
     groups = (
         plan_groups(targets.models, read_policy, half, keep_full, targets.optimizers)
@@ -285,11 +283,7 @@ def make_plan(
         master,
         casts_buffers=not casts_only_parameters(read_policy),
     )
-    group_of = {id(one): group for group in groups for one in group.group.parameters}
-    tensors = tuple(
-        _planned(rule, info, group_of.get(id(info.tensor)))
-        for info in list_tensors(targets, keep_full)
-    )
+    tensors = _plan_tensors(list_tensors(targets, keep_full), rule, groups)
     faster = (
         ()
         if half is None or sharded
@@ -311,6 +305,21 @@ def make_plan(
         sharded=sharded,
     )
     return DecoratePlan(plan, targets, tensors, faster, norms, groups)
+
+
+def _refuse_wrappers(targets: Targets, *, replaces_step: bool) -> None:
+    """Raise for optimizers that step another one, if their step would be replaced."""
+    for optimizer in targets.optimizers:
+        if replaces_step or is_zero_redundancy(optimizer):
+            refuse_wrapper(optimizer)
+
+
+def _plan_tensors(
+    tensors: Iterable[TensorInfo], rule: TensorRule, groups: Sequence[GroupPrecision]
+) -> tuple[PlannedTensor, ...]:
+    """Plan every tensor by the rule, or with the other shards of its group."""
+    group_of = {id(shard): group for group in groups for shard in group.group.parameters}
+    return tuple(_planned(rule, info, group_of.get(id(info.tensor))) for info in tensors)
 
 
 def _planned(rule: TensorRule, info: TensorInfo, group: GroupPrecision | None) -> PlannedTensor:
@@ -369,7 +378,11 @@ def _save_dtype(
         return None
     dtype = parse_dtype(argument, allowed=(torch.float32,), what="save_dtype")
     if half is not None and not MASTER_FORMATS[master].exact:
-        exact = " or ".join(repr(one.master.value) for one in MASTER_FORMATS.values() if one.exact)
+        exact = " or ".join(
+            repr(master_format.master.value)
+            for master_format in MASTER_FORMATS.values()
+            if master_format.exact
+        )
         why = (
             f"master={master.value!r} has"
             if targets.optimizers
@@ -411,4 +424,6 @@ def plan_tensors(
     casts_buffers = not casts_only_parameters(policy)
     rule = TensorRule(policy.level, half, "stays float32", master, casts_buffers=casts_buffers)
     infos = list_tensors(targets, keep_full)
-    return PlannedTensors(half, master, tuple(PlannedTensor(one, rule.row(one)) for one in infos))
+    return PlannedTensors(
+        half, master, tuple(PlannedTensor(info, rule.row(info)) for info in infos)
+    )

@@ -106,6 +106,8 @@ class PlannedTensor:
 
 
 class _Decision(NamedTuple):
+    """The new dtype of a tensor, whether it gets a master, and why."""
+
     dtype: torch.dtype
     master: bool
     reason: str
@@ -201,7 +203,9 @@ def list_tensors(targets: Targets, keep_full: KeepFull) -> tuple[TensorInfo, ...
 
     A tied tensor stays float32 if `keep_full` matches one of its names.
     """
-    owners = {id(one): owner for owner in targets.optimizers for one in parameters(owner)}
+    owners = {
+        id(parameter): owner for owner in targets.optimizers for parameter in parameters(owner)
+    }
     places: dict[int, list[_Place]] = {}
     tensors: dict[int, tuple[torch.Tensor, bool]] = {}
     for index, model in enumerate(targets.models):

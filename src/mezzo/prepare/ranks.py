@@ -83,8 +83,8 @@ def check_rng_states(states: Any) -> None:
             f"The random states of the ranks are {states!r:.80}, not a list. Pass another"
             " checkpoint."
         )
-    for one in states:
-        rng_state.check_rng_state(one)
+    for state in states:
+        rng_state.check_rng_state(state)
 
 
 def restore_own_rng_state(states: list[dict[str, Any]]) -> None:
@@ -107,7 +107,7 @@ def restore_own_rng_state(states: list[dict[str, Any]]) -> None:
 def is_replicated(models: Any) -> bool:
     """Return whether a model is in DistributedDataParallel, in one of several processes."""
     wrapper = torch.nn.parallel.DistributedDataParallel
-    return world_size() > 1 and any(isinstance(one, wrapper) for one in models)
+    return world_size() > 1 and any(isinstance(model, wrapper) for model in models)
 
 
 def announce_save(path: FilePath, save_id: str) -> None:

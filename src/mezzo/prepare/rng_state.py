@@ -38,7 +38,7 @@ def check_rng_state(state: Any) -> None:
     try:
         torch.Generator().set_state(state["torch"])
         version, internal, gauss = state["python"]
-        random.Random().setstate((version, tuple(internal), _check_gauss(gauss)))  # noqa: S311
+        random.Random().setstate((version, tuple(internal), _check_gauss(gauss)))  # noqa: S311 - checks a state
         _check_cuda(state.get("cuda", []))
         _check_numpy(state.get("numpy"))
     except Exception as error:
@@ -49,17 +49,17 @@ def check_rng_state(state: Any) -> None:
 
 
 def _check_cuda(states: Any) -> None:
-    for one in states:
+    for state in states:
         if (
-            one.dtype is not torch.uint8
-            or one.dim() != 1
-            or one.device.type != "cpu"
-            or one.numel() > _CUDA_STATE
+            state.dtype is not torch.uint8
+            or state.dim() != 1
+            or state.device.type != "cpu"
+            or state.numel() > _CUDA_STATE
         ):
-            raise ValueError(f"CUDA's state has shape {tuple(one.shape)} and {one.dtype}")
+            raise ValueError(f"CUDA's state has shape {tuple(state.shape)} and {state.dtype}")
     if torch.cuda.is_initialized():
-        for device, one in zip(range(torch.cuda.device_count()), states, strict=False):
-            torch.Generator(f"cuda:{device}").set_state(one)
+        for device, device_state in zip(range(torch.cuda.device_count()), states, strict=False):
+            torch.Generator(f"cuda:{device}").set_state(device_state)
 
 
 def _check_numpy(state: Any) -> None:
@@ -101,8 +101,10 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in state and torch.cuda.is_available():
-        for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(one, device)
+        for device, device_state in zip(
+            range(torch.cuda.device_count()), state["cuda"], strict=False
+        ):
+            torch.cuda.set_rng_state(device_state, device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(tuple(state["numpy"]))

@@ -61,13 +61,15 @@ def _written_by_steps(
 ) -> Iterator[torch.Tensor]:
     trained = [
         *(parameter for model in models for parameter in model.parameters()),
-        *(parameter for one in optimizers for parameter in parameters(one)),
+        *(parameter for optimizer in optimizers for parameter in parameters(optimizer)),
     ]
-    yield from (one.grad for one in dict.fromkeys(trained) if one.grad is not None)
+    yield from (
+        parameter.grad for parameter in dict.fromkeys(trained) if parameter.grad is not None
+    )
     for optimizer in optimizers:
         for state in optimizer.state.values():
             if isinstance(state, dict):
-                yield from (one for one in state.values() if isinstance(one, torch.Tensor))
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _push_restorers(
@@ -77,14 +79,14 @@ def _push_restorers(
     others: Iterable[Any],
 ) -> None:
     undo.callback(rng_state.restore_rng_state, rng_state.capture_rng_state())
-    for one in others:
-        undo.callback(_restorer(one))
+    for other in others:
+        undo.callback(_restorer(other))
     # Runs after the parameters are restored: it records the versions that companions are for.
     for masters in dict.fromkeys(_masters_of(models, optimizers)):
         undo.callback(masters.snapshot())
     for optimizer in optimizers:
-        for one in (optimizer, *inner_optimizers(optimizer).values()):
-            undo.callback(_optimizer_restorer(one))
+        for stepped in (optimizer, *inner_optimizers(optimizer).values()):
+            undo.callback(_optimizer_restorer(stepped))
     for model in models:
         undo.callback(_model_restorer(model))
 
@@ -93,7 +95,7 @@ def _masters_of(
     models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
 ) -> Iterator[MasterWeights]:
     decorations = [
-        *(one for model in models for one in decorations_of(model)),
+        *(decoration for model in models for decoration in decorations_of(model)),
         *filter(None, map(decoration_of, optimizers)),
     ]
     for decoration in dict.fromkeys(decorations):
@@ -105,9 +107,9 @@ def _masters_of(
 
 def _model_restorer(model: nn.Module) -> Callable[[], None]:
     dicts: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (one, dict(one))
+        (tensors, dict(tensors))
         for module in model.modules()
-        for one in (module._parameters, module._buffers)
+        for tensors in (module._parameters, module._buffers)
     ]
     tensors = dict.fromkeys(
         tensor
@@ -124,8 +126,8 @@ def _model_restorer(model: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         _restore_dicts(dicts)
-        for one in restores:
-            one()
+        for restore_part in restores:
+            restore_part()
         for module, state in extra_states:
             with suppress(Exception):
                 module.set_extra_state(state)
@@ -135,9 +137,9 @@ def _model_restorer(model: nn.Module) -> Callable[[], None]:
 
 def _restore_dicts(dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:
     """Restore the content of dictionaries in place, because other objects refer to them."""
-    for one, before in dicts:
-        one.clear()
-        one.update(before)
+    for container, before in dicts:
+        container.clear()
+        container.update(before)
 
 
 def _tensor_restorer(tensor: torch.Tensor) -> Callable[[], None]:
@@ -159,17 +161,21 @@ def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
     gradients = [(parameter, parameter.grad) for parameter in parameters(optimizer)]
     state, groups = attributes.get("state", {}), attributes.get("param_groups", [])
     dicts = [
-        (one, dict(one))
-        for one in (*(one for one in state.values() if isinstance(one, dict)), *groups, state)
+        (container, dict(container))
+        for container in (
+            *(container for container in state.values() if isinstance(container, dict)),
+            *groups,
+            state,
+        )
     ]
     old_groups = list(groups)
     # torch creates a new state and does not write to tensors of the old one. A class with its own
     # load_state_dict may write to them.
     writes_in_place = type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    values = [
+    restores = [
         _tensor_restorer(value)
-        for one, _ in dicts
-        for value in one.values()
+        for container, _ in dicts
+        for value in container.values()
         if writes_in_place and isinstance(value, torch.Tensor)
     ]
 
@@ -178,29 +184,29 @@ def _optimizer_restorer(optimizer: Optimizer) -> Callable[[], None]:
         vars(optimizer).update(attributes)
         groups[:] = old_groups
         _restore_dicts(dicts)
-        for one in values:
-            one()
+        for restore_state in restores:
+            restore_state()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
     return restore
 
 
-def _restorer(one: Any) -> Callable[[], None]:
-    state, attributes = deepcopy(one.state_dict()), dict(getattr(one, "__dict__", {}))
+def _restorer(target: Any) -> Callable[[], None]:
+    state, attributes = deepcopy(target.state_dict()), dict(getattr(target, "__dict__", {}))
     contents = list(_contents(attributes))
 
     def restore() -> None:
         if attributes:
-            vars(one).clear()
-            vars(one).update(attributes)
+            vars(target).clear()
+            vars(target).update(attributes)
         # torch's scaler keeps the stage of each optimizer in nested dictionaries.
         for container, before in contents:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(before)
         # Also load the state, because objects that the attributes refer to may have changed.
         with suppress(Exception):
-            one.load_state_dict(state)
+            target.load_state_dict(state)
 
     return restore
 

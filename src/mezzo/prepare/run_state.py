@@ -44,7 +44,7 @@ class Step(Accumulating, Protocol):
 
 
 class RunState:
-    """What a run needs beside its model and optimizer, for `torch.distributed.checkpoint`.
+    """What a run needs besides its model and optimizer, for `torch.distributed.checkpoint`.
 
     This is a `Stateful` of the scaler, the schedule, the counters of a training step, and the
     random states of every rank. A rank gets its own random state back if there are as many ranks
@@ -86,8 +86,8 @@ class RunState:
         """
         state = {
             "step": None if self._step is None else self._step.run_state(),
-            "scalers": [one.state_dict() for one in self._scalers],
-            "schedulers": [one.state_dict() for one in self._schedulers],
+            "scalers": [scaler.state_dict() for scaler in self._scalers],
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
         }
         return {_KEY: pack(state)}
 
@@ -96,12 +96,12 @@ class RunState:
         state, restore_own_rng_state = unpack(state_dict.get(_KEY))
         self._check(state)
         with rolled_back_on_error((), (), (*self._scalers, *self._schedulers)):
-            for one, saved in zip(
+            for owner, saved in zip(
                 (*self._scalers, *self._schedulers),
                 (*state["scalers"], *state["schedulers"]),
                 strict=True,
             ):
-                one.load_state_dict(saved)
+                owner.load_state_dict(saved)
             if self._step is not None:
                 self._step.load_run_state(state["step"])
             restore_own_rng_state()

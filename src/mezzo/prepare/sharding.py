@@ -1,4 +1,4 @@
-"""Models that FSDP2 has sharded: their shards and their 16-bit compute at O2; what is refused.
+"""Models sharded by FSDP2: their shards and 16-bit compute at O2, and what is not supported.
 
 The float32 shards are the master weights: each group of parameters is gathered in 16 bits, and its
 gradients are reduced in float32. torch's `MixedPrecisionPolicy` of the group does both. With split,
@@ -41,7 +41,7 @@ _ORDER = (
 )
 _DEFAULT = frozenset(Selector.parse(kind) for kind in NORMS)
 _STRICT = Selector.parse(BatchOrInstanceNorm)
-"""Layers whose kernels need float32 parameters beside their float32 statistics."""
+"""Layers whose kernels need float32 parameters besides their float32 statistics."""
 _OF_16_BIT_SHARDS = frozenset({Master.SPLIT, Master.KAHAN, Master.STOCHASTIC})
 
 
@@ -51,7 +51,7 @@ class GroupPrecision:
 
     group: FsdpGroup
     policy: Any
-    """The new `MixedPrecisionPolicy`; the present one if the user has set it."""
+    """The new `MixedPrecisionPolicy`; the current one if the user has set it."""
     casts_shards: bool
     """Whether shards are cast to 16 bits. All of a group are: FSDP2 gathers and reduces tensors of
     one dtype."""
@@ -68,7 +68,7 @@ class GroupPrecision:
         )
 
     def apply(self) -> Callable[[], None]:
-        """Set the policy of the group; return a function that restores the present one."""
+        """Set the policy of the group; return a function that restores the current one."""
         self.group.set_policy(self.policy)
         return partial(self.group.set_policy, self.group.policy)
 
@@ -94,30 +94,35 @@ def sharding_obstacle(models: Models) -> str | None:
     FSDP2 alone is captured, over all processes or one dimension of a mesh.
     """
     grouped = {
-        id(one) for model in models for group in fsdp_groups(model) for one in group.parameters
+        id(parameter)
+        for model in models
+        for group in fsdp_groups(model)
+        for parameter in group.parameters
     }
-    sharded: list[Any] = [one for model in models for one in model.parameters() if is_sharded(one)]
-    if any(id(one) not in grouped or not _is_plain_fsdp(one) for one in sharded):
+    sharded: list[Any] = [
+        parameter for model in models for parameter in model.parameters() if is_sharded(parameter)
+    ]
+    if any(id(parameter) not in grouped or not _is_plain_fsdp(parameter) for parameter in sharded):
         return "tensor parallelism has sharded the model, which is not captured"
     mesh = mesh_of(sharded)
     if mesh is not None and len(mesh.groups) > 1:
         return "the model is sharded over several dimensions of a part of the processes"
     backends = {
-        distributed.get_backend_config(one.device_mesh.get_group(dimension))
-        for one in sharded
-        for dimension in range(one.device_mesh.ndim)
+        distributed.get_backend_config(parameter.device_mesh.get_group(dimension))
+        for parameter in sharded
+        for dimension in range(parameter.device_mesh.ndim)
     }
-    if any("cuda:nccl" not in one for one in backends):
+    if any("cuda:nccl" not in backend for backend in backends):
         return f"the model is sharded by {', '.join(sorted(backends))}; only NCCL is captured"
     if not distributed.is_gloo_available():
         return "torch has no gloo, by which ranks agree what to capture"
-    return next((why for one in models if (why := fsdp_reset_refusal(one)) is not None), None)
+    return next((why for model in models if (why := fsdp_reset_refusal(model)) is not None), None)
 
 
 def _is_plain_fsdp(parameter: Any) -> bool:
     """Return whether a parameter is sharded in its last mesh dimension, and copied in others."""
     *others, last = parameter.placements
-    return last.is_shard() and all(one.is_replicate() for one in others)
+    return last.is_shard() and all(placement.is_replicate() for placement in others)
 
 
 def plan_groups(
@@ -138,7 +143,7 @@ def plan_groups(
             f" first forward pass. Decorate before it. {_ORDER}"
         )
     kept, strictly_kept = (
-        {id(one) for model in models for one in _kept(model, keep)}
+        {id(parameter) for model in models for parameter in _kept(model, keep)}
         for keep in (keep_full, _without_plain_norms(keep_full))
     )
     return tuple(
@@ -174,7 +179,7 @@ def _refuse_policy(policy: Policy, optimizers: tuple[Optimizer, ...]) -> None:
 
 def _refuse_unsharded(names: dict[int, str], groups: list[FsdpGroup], models: Models) -> None:
     """Raise for parameters that FSDP2 does not shard, alone or after tensor parallelism."""
-    managed = {id(one) for group in groups for one in group.parameters}
+    managed = {id(parameter) for group in groups for parameter in group.parameters}
     others = [
         parameter
         for model in models
@@ -183,7 +188,7 @@ def _refuse_unsharded(names: dict[int, str], groups: list[FsdpGroup], models: Mo
     ]
     if not others:
         return
-    # One that tensor parallelism has split, if there is one: the reason of the others.
+    # Name a parameter that tensor parallelism has split, if any: it explains the others.
     parameter = next(filter(is_sharded, others), others[0])
     how = (
         "is split by tensor parallelism alone: only FSDP2 gathers 16-bit copies of float32 shards"
@@ -207,7 +212,9 @@ def _without_plain_norms(keep: KeepFull) -> KeepFull:
 
     Layer, group and RMS norms compute in float32 from 16-bit weights too, as at O2 without shards.
     """
-    required = tuple(one for one in keep.selectors if one not in _DEFAULT or one == _STRICT)
+    required = tuple(
+        selector for selector in keep.selectors if selector not in _DEFAULT or selector == _STRICT
+    )
     return replace(keep, selectors=required)
 
 
@@ -222,9 +229,11 @@ def _precision(
 ) -> GroupPrecision:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 - slow to import
 
-    trained = [one for one in group.parameters if one.is_floating_point()]
-    stays = bool(trained) and all(id(one) in kept for one in trained)
-    required = [names.get(id(one), "") for one in trained if id(one) in strictly_kept]
+    trained = [parameter for parameter in group.parameters if parameter.is_floating_point()]
+    stays = bool(trained) and all(id(parameter) in kept for parameter in trained)
+    required = [
+        names.get(id(parameter), "") for parameter in trained if id(parameter) in strictly_kept
+    ]
     if group.policy != MixedPrecisionPolicy():
         if group.policy.param_dtype is not half or (required and not stays):
             _refuse_group_policy(group, half)
@@ -305,8 +314,8 @@ def _do_nothing() -> None:
 
 
 def _check_parameters(optimizer: Optimizer, decorated: list[torch.Tensor], models: Models) -> None:
-    present = {id(one) for model in models for one in model.parameters()}
-    lost = [one for one in decorated if id(one) not in present]
+    present = {id(parameter) for model in models for parameter in model.parameters()}
+    lost = [parameter for parameter in decorated if id(parameter) not in present]
     sharded = is_sharded_model(models)
     if lost and (sharded or len(lost) == len(decorated)):
         why = (

@@ -13,7 +13,7 @@ from mezzo.reporting.layers import HeatMap, heat_maps
 from mezzo.reporting.run_data import RankLog, RunData
 
 Figure = dict[str, Any]
-"""A figure of plotly: `data`, `layout`, and what the page's script needs beside them."""
+"""A figure of plotly: `data`, `layout`, and what the page's script needs besides."""
 
 _POINTS = 8000
 """Points of all ranks in a line; longer ones keep the least and greatest of each interval."""
@@ -83,7 +83,7 @@ def timeline(run: RunData) -> Figure | None:
 
 def layer_maps(run: RunData) -> list[Figure]:
     """Return the heat maps of layers over time."""
-    return [_heat_map_figure(one) for one in heat_maps(run)]
+    return [_heat_map_figure(heat_map) for heat_map in heat_maps(run)]
 
 
 def _has_values(run: RunData, field: str) -> bool:
@@ -102,8 +102,8 @@ def _powers_of_two(run: RunData) -> dict[str, Any]:
     ticks = range(min(exponents), max(exponents) + 2, stride)
     return {
         "type": "log",
-        "tickvals": [2.0**one for one in ticks],
-        "ticktext": [f"2<sup>{one}</sup>" for one in ticks],
+        "tickvals": [2.0**tick for tick in ticks],
+        "ticktext": [f"2<sup>{tick}</sup>" for tick in ticks],
     }
 
 
@@ -235,20 +235,20 @@ def _smoothed(values: Sequence[float | None], width: int) -> list[float | None]:
     return means
 
 
-def _heat_map_figure(one: HeatMap) -> Figure:
+def _heat_map_figure(heat_map: HeatMap) -> Figure:
     # Names are escaped because plotly interprets some tags in labels.
-    names = [escape(name) for name in one.layers]
-    share = one.unit == "share"
+    names = [escape(name) for name in heat_map.layers]
+    share = heat_map.unit == "share"
     value = "%{z:.2%}" if share else "%{z:.1f} bits"
     trace = {
         "type": "heatmap",
-        "x": list(one.steps),
+        "x": list(heat_map.steps),
         "y": names,
-        "z": [[None if v is None else float(f"{v:.3g}") for v in row] for row in one.values],
+        "z": [[None if v is None else float(f"{v:.3g}") for v in row] for row in heat_map.values],
         "zmin": 0,
         "zmax": 1 if share else _MANY_BITS,
         "colorscale": _SHARE_COLORS if share else _BITS_COLORS,
-        "xgap": 1 if len(one.steps) <= 50 else 0,  # noqa: PLR2004
+        "xgap": 1 if len(heat_map.steps) <= 50 else 0,
         "ygap": 1,
         "hoverongaps": False,
         "hovertemplate": f"%{{y}}<br>from step %{{x}}: {value}<extra></extra>",
@@ -271,11 +271,11 @@ def _heat_map_figure(one: HeatMap) -> Figure:
         },
     }
     return {
-        "name": one.name,
-        "unit": one.unit,
-        "left_out": one.left_out,
+        "name": heat_map.name,
+        "unit": heat_map.unit,
+        "left_out": heat_map.left_out,
         "data": [trace],
         "layout": layout,
-        "labels": [name.removesuffix(".weight") for name in one.layers],
+        "labels": [name.removesuffix(".weight") for name in heat_map.layers],
         "height": 110 + _ROW_HEIGHT * max(len(names), 6),
     }

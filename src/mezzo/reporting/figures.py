@@ -37,7 +37,7 @@ def key_figures(run: RunData) -> list[KeyFigure]:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 60:  # noqa: PLR2004
+    if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

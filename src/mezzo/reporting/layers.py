@@ -100,8 +100,8 @@ def heat_maps(run: RunData) -> list[HeatMap]:
     sampled = run.of("tensors")
     counted = list(_counted(gradients))
     candidates = [
-        _mean_map("Gradients that underflow", counted, lambda one: one.underflow),
-        _mean_map("Gradients that are zero", counted, lambda one: one.zero_share),
+        _mean_map("Gradients that underflow", counted, lambda counts: counts.underflow),
+        _mean_map("Gradients that are zero", counted, lambda counts: counts.zero_share),
         *(
             _sampled_map(f"Headroom of {which}", "bits", sampled, which, "headroom", min)
             for which in ("activations", "gradients", "parameters")
@@ -111,9 +111,9 @@ def heat_maps(run: RunData) -> list[HeatMap]:
         ),
         _sampled_map("Updates lost to rounding", "share", sampled, "updates", "lost", max),
     ]
-    found = [one for one in candidates if one is not None]
+    found = [candidate for candidate in candidates if candidate is not None]
     # Those that show something come first; the order is otherwise the one above.
-    return sorted(found, key=lambda one: one.is_dull)
+    return sorted(found, key=lambda heat_map: heat_map.is_dull)
 
 
 def _keep(

@@ -66,7 +66,7 @@ def write_report(
     'report.html'
     """
     run = read_run(log)
-    extra = [{"kind": "finding", **one.to_dict()} for one in findings]
+    extra = [{"kind": "finding", **finding.to_dict()} for finding in findings]
     if lint is not None:
         extra.append({"kind": "lint", "findings": lint.to_dicts()})
     page = render(run.with_records(extra))

@@ -84,7 +84,7 @@ class RunData:
         the model is an event.
         """
         found = self._setting("dtype")
-        halves = {dtype_name(one) for one in HALF_DTYPES}
+        halves = {dtype_name(dtype) for dtype in HALF_DTYPES}
         sampled = self.activation_dtypes & halves
         is_inside = self.header.get("policy") is None and found not in halves
         return min(sampled) if sampled and is_inside else found
@@ -121,13 +121,13 @@ class RunData:
     @property
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks without a log."""
-        return tuple(sorted(set(range(self.world_size)) - {one.rank for one in self.ranks}))
+        return tuple(sorted(set(range(self.world_size)) - {rank.rank for rank in self.ranks}))
 
     @property
     def steps(self) -> int:
         """The number of the last step."""
-        steps = [step_of(line) for one in self.ranks for line in one.of("step")]
-        return max((one for one in steps if one is not None), default=0)
+        steps = [step_of(line) for rank in self.ranks for line in rank.of("step")]
+        return max((step for step in steps if step is not None), default=0)
 
     @property
     def seconds(self) -> float:
@@ -135,8 +135,8 @@ class RunData:
         return max(
             (
                 finite(lines[-1].get("time")) or 0.0
-                for one in self.ranks
-                for lines in one.records.values()
+                for rank in self.ranks
+                for lines in rank.records.values()
             ),
             default=0.0,
         )
@@ -148,8 +148,8 @@ class RunData:
         That is with the rank whose loss was not finite, if one was: it made the others skip.
         """
         found: dict[tuple[int, str | None], Skip] = {}
-        for one in self.ranks:
-            for skip in one.skips:
+        for rank in self.ranks:
+            for skip in rank.skips:
                 first = found.setdefault((skip.step, skip.parameter), skip)
                 if _is_bad(skip.loss) and not _is_bad(first.loss):
                     found[skip.step, skip.parameter] = skip
@@ -165,7 +165,7 @@ class RunData:
 
     def of(self, kind: str) -> list[Line]:
         """Return the records of a kind of all ranks."""
-        return [line for one in self.ranks for line in one.of(kind)]
+        return [line for rank in self.ranks for line in rank.of(kind)]
 
 
 def read_run(source: Source) -> RunData:
@@ -180,7 +180,7 @@ def read_run(source: Source) -> RunData:
     logs = [_by_kind(lines) for part in parts for lines in _lines(part)]
     if not logs:
         raise MezzoError("write_report() got an empty list of logs. Pass at least one log file.")
-    return RunData(tuple(sorted(logs, key=lambda one: one.rank)))
+    return RunData(tuple(sorted(logs, key=lambda log: log.rank)))
 
 
 def _lines(source: Source) -> list[list[dict[str, Any]]]:
@@ -196,7 +196,7 @@ def _lines(source: Source) -> list[list[dict[str, Any]]]:
             f" {f'{path.stem}.rank0{path.suffix}'!r}. Pass the path that was passed as log= or"
             " --log."
         )
-    return [read_log(one) for one in ranks]
+    return [read_log(rank) for rank in ranks]
 
 
 def _lines_of_run(run: Any) -> list[dict[str, Any]]:
@@ -216,7 +216,7 @@ def _lines_of_run(run: Any) -> list[dict[str, Any]]:
     records += [
         TensorsRecord(step=last, which=which, stats=stats) for which, stats in run.numerics.items()
     ]
-    return [one.to_json() for one in records]
+    return [record.to_json() for record in records]
 
 
 def _is_bad(loss: float | None) -> bool:
@@ -244,9 +244,12 @@ def _with_escapes(value: Any) -> Any:
     {'reason': '\\x1b[2J'}
     """
     if isinstance(value, dict):
-        return {_with_escapes(name): _with_escapes(one) for name, one in value.items()}
+        return {_with_escapes(name): _with_escapes(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_with_escapes(one) for one in value]
+        return [_with_escapes(item) for item in value]
     if not isinstance(value, str) or value.isprintable():
         return value
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in value)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
+        for character in value
+    )

@@ -53,9 +53,9 @@ def summary_data(log: Source) -> dict[str, Any]:
         "status": verdict.status.value,
         "verdict": verdict.sentence,
         "facts": list(verdict.facts),
-        "figures": {one.name: one.value for one in key_figures(run)},
-        "skips": [asdict(one) for one in run.skips],
-        "policies": [asdict(one) for one in policy_changes(run)],
+        "figures": {figure.name: figure.value for figure in key_figures(run)},
+        "skips": [asdict(skip) for skip in run.skips],
+        "policies": [asdict(change) for change in policy_changes(run)],
     }
 
 
@@ -69,9 +69,9 @@ def print_summary(log: Source, file: TextIO | None = None) -> None:
 
 
 def _print_in_color(run: RunData, file: TextIO) -> None:
-    from rich.console import Console  # noqa: PLC0415 - an extra
-    from rich.table import Table as RichTable  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
     console = Console(file=file)
     verdict = judge(run)
@@ -93,7 +93,7 @@ def _print_in_color(run: RunData, file: TextIO) -> None:
 
 
 def _numbers(run: RunData) -> str:
-    return ", ".join(f"{one.name} {one.value}" for one in key_figures(run))
+    return ", ".join(f"{figure.name} {figure.value}" for figure in key_figures(run))
 
 
 def _tables(run: RunData) -> Iterable[tuple[str, tables.Table]]:

@@ -128,7 +128,7 @@ def op_table(run: RunData) -> Table:
     """Return the calls of each op by dtype, with the casts around it."""
     rows = op_rows(run)
     found = {str(row.get("dtype")) for row in rows}
-    dtypes = [*(one for one in _DTYPES if one in found), *sorted(found - set(_DTYPES))]
+    dtypes = [*(dtype for dtype in _DTYPES if dtype in found), *sorted(found - set(_DTYPES))]
     timed = any(finite(row.get("microseconds")) is not None for row in rows)
     ops: dict[str, list[Line]] = {}
     for row in rows:
@@ -180,10 +180,12 @@ def lint_table(run: RunData) -> Table:
         ("rule", "what", "where", "why it costs", "write instead", "gain"),
         (
             [
-                *(one.get(name) for name in ("rule", "what", "where", "why", "instead")),
-                None if (gain := finite(one.get("gain"))) is None else Cell(f"{gain:.2f}×", gain),
+                *(finding.get(name) for name in ("rule", "what", "where", "why", "instead")),
+                None
+                if (gain := finite(finding.get("gain"))) is None
+                else Cell(f"{gain:.2f}×", gain),
             ]
-            for one in lint_findings(run)
+            for finding in lint_findings(run)
         ),
     )
 

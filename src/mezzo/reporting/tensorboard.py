@@ -96,9 +96,9 @@ def write_tensorboard(log: Source, folder: str | os.PathLike[str]) -> Path:
         UnsupportedError: tensorboard is not installed.
     """
     run, target = read_run(log), Path(folder)
-    for one in run.ranks:
-        rank_folder = target / f"rank{one.rank}" if run.world_size > 1 else target
-        replay(run, one, TensorBoardLogger(rank_folder))
+    for rank in run.ranks:
+        rank_folder = target / f"rank{rank.rank}" if run.world_size > 1 else target
+        replay(run, rank, TensorBoardLogger(rank_folder))
     return target
 
 

@@ -89,10 +89,10 @@ def lowered(sentence: str) -> str:
 
 def _ends(run: RunData) -> list[str]:
     found = []
-    for one in run.ranks:
-        if one.end not in {None, "stopped"}:
-            name = f"Rank {one.rank}" if run.world_size > 1 else "The run"
-            found.append(f"{name} ended with {one.end}.")
+    for rank in run.ranks:
+        if rank.end not in {None, "stopped"}:
+            name = f"Rank {rank.rank}" if run.world_size > 1 else "The run"
+            found.append(f"{name} ended with {rank.end}.")
     if run.missing_ranks:
         names = ", ".join(map(str, run.missing_ranks))
         found.append(f"There is no log of rank {names}, of {run.world_size} ranks.")
@@ -127,9 +127,9 @@ def _collapse(run: RunData) -> list[str]:
 
 def _bad_loss(run: RunData) -> list[str]:
     bad = [
-        (step_of(line) or 0, one.rank, line)
-        for one in run.ranks
-        for line in one.of("step")
+        (step_of(line) or 0, rank.rank, line)
+        for rank in run.ranks
+        for line in rank.of("step")
         if (loss := number(line.get("loss"))) is not None and not math.isfinite(loss)
     ]
     if not bad:
@@ -193,9 +193,11 @@ def lint_findings(run: RunData) -> list[dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for line in run.of("lint"):
         listed = line.get("findings")
-        for one in listed if isinstance(listed, list) else [line]:
-            if isinstance(one, dict):
-                found.setdefault(f"{one.get('rule')} {one.get('where')} {one.get('what')}", one)
+        for finding in listed if isinstance(listed, list) else [line]:
+            if isinstance(finding, dict):
+                found.setdefault(
+                    f"{finding.get('rule')} {finding.get('where')} {finding.get('what')}", finding
+                )
     return list(found.values())
 
 
@@ -221,7 +223,7 @@ def _loss_sentence(run: RunData) -> list[str]:
         for line in run.ranks[0].of("step")
         if (loss := finite(line.get("loss"))) is not None and line.get("skipped") is not True
     ]
-    if len(losses) < 2:  # noqa: PLR2004
+    if len(losses) < 2:
         return []
     window = max(1, min(_WINDOW, len(losses) // 4))
     first, last = sum(losses[:window]) / window, sum(losses[-window:]) / window

@@ -2,8 +2,8 @@
 
 On CUDA a Triton kernel does it in one launch over a table of addresses. Without Triton, torch's
 kernel does it; flags for single gradients then cost a second pass. Nothing here synchronizes. Flags
-are set to 1 and never reset: the caller zeroes them. `counted` adds up what is not finite and what
-is small in the same pass.
+are set to 1 and never reset: the caller zeroes them. `counted` collects the numbers of non-finite
+and of small values in the same pass.
 """
 
 from __future__ import annotations
@@ -184,6 +184,8 @@ process: nothing shows when such a graph is freed."""
 
 
 class _Capture(threading.local):
+    """Tables that the capture of this thread reads; None outside of captures."""
+
     tables: list[Any] | None = None
 
 

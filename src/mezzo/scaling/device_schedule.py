@@ -36,7 +36,7 @@ from mezzo.scaling.schedule_sync import LaggingSchedule, groups_of, sync_on_read
 
 _FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers of torch whose fused steps take a learning rate on a CUDA device and never read it
-on the host (seen on 2.11). None takes betas or a momentum so (2.11, 2.13)."""
+on the host (seen on 2.11). None of them takes betas or a momentum as tensors (2.11, 2.13)."""
 
 
 class DeviceSchedule(LaggingSchedule):
@@ -173,7 +173,7 @@ class DeviceSchedule(LaggingSchedule):
         return flat(groups_of(self._optimizer), self._keys)
 
     def _advance(self, good: int) -> None:
-        # Assigned first: an error of the scheduler is raised once, as by its own step().
+        # Assigned first, so that an error of the scheduler is raised once, as by its own step().
         due, self._reconciled = good - self._reconciled, good
         try:
             with warnings.catch_warnings():

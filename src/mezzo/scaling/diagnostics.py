@@ -42,11 +42,13 @@ class ScaleSnapshot:
 
     @property
     def is_at_floor(self) -> bool:
-        """Whether the scale is at its floor and the step was skipped all the same."""
+        """Whether the scale is at its floor and the step was still skipped."""
         return self.rule.dynamic and self.consecutive_skips > 0 and self.scale <= self.rule.floor
 
 
 class _CopiedCounters(NamedTuple):
+    """Counters of a scale that are being copied to the host, with their step."""
+
     step: int
     counters: AsyncCopy
     rule: ScaleRule

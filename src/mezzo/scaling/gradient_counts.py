@@ -21,8 +21,8 @@ class Counts(NamedTuple):
     overflowed: int
     """Values that are NaN or infinite."""
     underflowed: int
-    """Values below the smallest normal number of the gradient's dtype, zeros among them: they have
-    lost digits, or everything."""
+    """Values below the smallest normal number of the gradient's dtype, including zeros: they have
+    lost digits, or all of them."""
     zeros: int
     """Values that are zero, whether they underflowed or not."""
     total: int
@@ -44,7 +44,7 @@ class CountedGradients(NamedTuple):
     first_slot: int
 
     def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Count gradients with ops of torch, where no kernel does it; no mode sees them."""
+        """Count gradients with torch ops where there is no kernel, hidden from dispatch modes."""
         with DisableTorchDispatch():
             self._add(gradients)
 
@@ -98,8 +98,9 @@ class GradientCounts:
     def of(self, owners: Sequence[torch.Tensor]) -> CountedGradients | None:
         """Return where to count the gradients of these parameters; None if they are not counted.
 
-        That is if there are others among them, if one is on another device, or if more lists of
-        parameters had gradients than there is room for. Of sharded ones, the shards here count.
+        They are not counted if some of them are unknown here, if one is on another device, or if
+        more lists of parameters had gradients than there is room for. Of sharded parameters, the
+        shards of this process count.
         """
         key = tuple(map(id, owners))
         first_slot = self._slots.get(key)
@@ -108,7 +109,7 @@ class GradientCounts:
             if first_slot + len(owners) > len(self.memory) or not all(map(self._takes, owners)):
                 return None
             self._slots[key] = first_slot
-            self._owners += [self._index[one] for one in key]
+            self._owners += [self._index[parameter_id] for parameter_id in key]
         return CountedGradients(self.memory, first_slot)
 
     def _takes(self, owner: torch.Tensor) -> bool:

@@ -119,11 +119,11 @@ def check_sorted(
     """Check gradients of any layout, device by device and dtype by dtype; unscale with a factor.
 
     `source` gets flags for single parameters where these cost no further pass. Gradients that are
-    only checked are used by the optimizer next, which does not change non-finite ones: small ones
-    are kept for the source as they are. `mesh` has the processes that hold the parameters, if some
+    only checked go to the optimizer, which does not change non-finite ones: small ones are kept as
+    they are, to name the source later. `mesh` has the processes that hold the parameters, if some
     are sharded.
     """
-    owned = [one for one in parameters(optimizer) if one.grad is not None]
+    owned = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
     for gradients, owners in _by_kind(owned, mesh):
         device, single = gradients[0].device, None
         counted = None if source is None else source.counted(owners)
@@ -154,7 +154,7 @@ def check_sorted(
 
 def count(optimizer: torch.optim.Optimizer, counts: GradientCounts) -> None:
     """Count the values of an optimizer's gradients, in a pass of its own."""
-    owned = [one for one in parameters(optimizer) if one.grad is not None]
+    owned = [parameter for parameter in parameters(optimizer) if parameter.grad is not None]
     for gradients, owners in _by_kind(owned, mesh_of(owned)):
         counted, device = counts.of(owners), gradients[0].device
         if counted is not None and _launch.has_triton(device):
@@ -213,7 +213,10 @@ def first_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
 
     Reads every gradient and synchronizes: call it only after a skipped step.
     """
-    return next((one for one in tensors if one.grad is not None and not is_finite(one.grad)), None)
+    return next(
+        (tensor for tensor in tensors if tensor.grad is not None and not is_finite(tensor.grad)),
+        None,
+    )
 
 
 def is_finite(gradient: torch.Tensor) -> bool:
@@ -290,6 +293,8 @@ def _plain(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 class _SavedGradient(NamedTuple):
+    """The gradient that a parameter had before a block."""
+
     parameter: torch.Tensor
     gradient: torch.Tensor | None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import distributed
@@ -21,6 +21,7 @@ from mezzo._torch import foreach_norm, set_sharded_data
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _GRADIENT = attrgetter("grad")
 
@@ -34,10 +35,12 @@ def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
     # No DTensor can exist before its module is imported, which takes half a second.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     # By the few types: a check of each of 400 tensors would take as long as checking their values.
-    return kind is not None and any(issubclass(one, kind) for one in set(map(type, tensors)))
+    return kind is not None and any(
+        issubclass(tensor_type, kind) for tensor_type in set(map(type, tensors))
+    )
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether one tensor is a `DTensor`."""
     return any_sharded((tensor,))
 
@@ -47,28 +50,26 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        shard: Any = tensor.to_local()  # type: ignore[attr-defined]
+        shard: Any = tensor.to_local()
     # The result of a collective that is still running has a method to wait for it.
     finished: torch.Tensor = shard.wait() if hasattr(shard, "wait") else shard
     return finished
 
 
 def sharded_like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded as another, with this shard; a shard of none as it is."""
+    """Return a tensor that is sharded like another, with this shard; the shard if that is plain."""
     if not is_sharded(tensor):
         return shard
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - slow to import
 
-    like: Any = tensor
-    whole: torch.Tensor = DTensor.from_local(
+    return DTensor.from_local(
         shard,
-        like.device_mesh,
-        like.placements,
+        tensor.device_mesh,
+        tensor.placements,
         run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
-    return whole
 
 
 def set_local(parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
@@ -82,8 +83,8 @@ def set_local(parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
 def first_element(parameter: torch.Tensor) -> int:
     """Return the number of a shard's first element in the whole parameter.
 
-    Exact for FSDP2, which shards the first dimension. With tensor parallelism too it still differs
-    between all shards, and is the same for the replicas of one.
+    Exact for FSDP2, which shards the first dimension. With tensor parallelism as well it is not,
+    but it differs between shards and is the same for the replicas of a shard.
     """
     if not is_sharded(parameter):
         return 0
@@ -101,7 +102,7 @@ def first_element(parameter: torch.Tensor) -> int:
 
 def local_tensors(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the shards of this process of some tensors; plain tensors as they are."""
-    return [local(one) for one in tensors] if any_sharded(tensors) else tensors
+    return [local(tensor) for tensor in tensors] if any_sharded(tensors) else tensors
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -119,7 +120,7 @@ def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _placed(parameter: torch.Tensor, gradient: Any) -> torch.Tensor:
     if is_sharded(gradient) and is_sharded(parameter):
-        placements = parameter.placements  # type: ignore[attr-defined]
+        placements = parameter.placements
         if gradient.placements != placements:
             gradient = gradient.redistribute(placements=placements)
             parameter.grad = gradient
@@ -142,7 +143,7 @@ class ProcessMesh:
         """
         if not is_sharded(parameter):
             return self.size
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        mesh, placements = parameter.device_mesh, parameter.placements
         replicated: list[int] = [
             count
             for count, placement in zip(mesh.shape, placements, strict=True)
@@ -176,7 +177,7 @@ class ProcessMesh:
         """
         zero = torch.zeros((), dtype=torch.float64, device=device)
         values = torch.stack(
-            [zero if one is None else one.double() for one in (square_sum, found_inf)]
+            [zero if number is None else number.double() for number in (square_sum, found_inf)]
         )
         for group in self.groups:
             distributed.all_reduce(values, group=group)
@@ -186,19 +187,15 @@ class ProcessMesh:
 def mesh_of(parameters: Sequence[torch.Tensor]) -> ProcessMesh | None:
     """Return the processes that hold some parameters; None if no parameter is sharded.
 
-    Processes of the smallest mesh that holds all parameters; if no mesh of a parameter does, all
-    processes of the default group.
+    These are the processes of the smallest mesh that holds all parameters, or all processes of the
+    default group if no mesh does.
     """
     if not any_sharded(parameters):
         return None
     # By identity: hashing a mesh is slow.
     meshes: dict[int, DeviceMesh] = {
         id(mesh): mesh
-        for mesh in (
-            parameter.device_mesh  # type: ignore[attr-defined]
-            for parameter in parameters
-            if is_sharded(parameter)
-        )
+        for mesh in (parameter.device_mesh for parameter in parameters if is_sharded(parameter))
     }
     world = distributed.get_world_size()
     largest = max(meshes.values(), key=lambda mesh: mesh.size())

@@ -28,7 +28,7 @@ def is_enabled(scaler: Scaler) -> bool:
 
 
 def count_gradients(scaler: Scaler, counts: GradientCounts | None) -> None:
-    """Count what overflows and underflows in gradients when they are checked; None: do not.
+    """Count what overflows and underflows in gradients when they are checked; None stops that.
 
     On CUDA the kernel that checks them counts, and a captured step is captured again. torch's
     scaler does not count.
@@ -62,10 +62,18 @@ def checked_only_others(scaler: Scaler, optimizers: Sequence[torch.optim.Optimiz
     """
     records = list(scaler._records.by_id.values()) if isinstance(scaler, GradScaler) else []
     checked = [record.optimizer for record in records if record.optimizer is not None]
-    if not checked or len(checked) < len(records) or any(one in optimizers for one in checked):
+    if (
+        not checked
+        or len(checked) < len(records)
+        or any(optimizer in optimizers for optimizer in checked)
+    ):
         return False
-    own = {id(one) for optimizer in optimizers for one in gradients.parameters(optimizer)}
-    return not any(id(one) in own for other in checked for one in gradients.parameters(other))
+    own = {
+        id(parameter) for optimizer in optimizers for parameter in gradients.parameters(optimizer)
+    }
+    return not any(
+        id(parameter) in own for other in checked for parameter in gradients.parameters(other)
+    )
 
 
 def found_inf(scaler: Scaler) -> torch.Tensor | None:
@@ -74,7 +82,7 @@ def found_inf(scaler: Scaler) -> torch.Tensor | None:
     None if no gradients were checked. Does not synchronize.
     """
     if isinstance(scaler, GradScaler):
-        flags = [flag for one in scaler._records.by_id.values() for flag in one.all_flags()]
+        flags = [flag for record in scaler._records.by_id.values() for flag in record.all_flags()]
     else:
         flags = torch_scaler_flags(scaler)
     return combine(flags, common_device(flags)) if flags else None

@@ -68,7 +68,7 @@ class OptimizerRecords:
         self.by_id.clear()
 
     def count_gradients(self, counts: GradientCounts | None) -> None:
-        """Count the values of gradients in every check from now on, or do not."""
+        """Start or stop counting the values of gradients in every check."""
         self.counts = counts
         self.revision += 1
 
@@ -124,8 +124,8 @@ class OptimizerRecords:
         binding = binding_of(optimizer)
         mesh = mesh_of(gradients.parameters(optimizer)) if binding is None else binding.mesh
         if factor is not None:
-            for one in optimizer_step.bindings_of(optimizer):
-                one.widen_gradients()
+            for bound in optimizer_step.bindings_of(optimizer):
+                bound.widen_gradients()
         if factor is not None and mesh is None and isinstance(scale, HostLossScale):
             if self.counts is not None:
                 gradients.count(optimizer, self.counts)
@@ -243,7 +243,7 @@ class OptimizerRecords:
     ) -> StepResult:
         """Step an optimizer that gets the scaler, in the deprecated form of torch's protocol."""
         value = optimizer.step(*args, **kwargs)
-        # The optimizer checks its gradients itself, or does not.
+        # Checking the gradients is left to the optimizer.
         flags = record.all_flags()
         found_inf = combine(flags, common_device(flags)) if flags else None
         if scheduler is not None and (found_inf is None or not bool(found_inf)):

@@ -54,8 +54,8 @@ def bindings_of(optimizer: Optimizer) -> list[FusedStepProtocol]:
     if type(optimizer).__module__.startswith("torch.optim."):
         # No search at every step: torch's optimizers wrap none.
         return []
-    inner = (binding_of(one) for one in inner_optimizers(optimizer).values())
-    return [binding for binding in inner if binding is not None]
+    bindings = map(binding_of, inner_optimizers(optimizer).values())
+    return [binding for binding in bindings if binding is not None]
 
 
 def _collect(optimizer: Optimizer, path: str, found: dict[str, Optimizer], seen: set[int]) -> None:
@@ -85,8 +85,8 @@ def _optimizers_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str,
     seen.add(id(value))
     if isinstance(value, Optimizer):
         yield path, value
-    for key, one in entries:
-        yield from _optimizers_in(one, f"{path}[{key!r}]", seen)
+    for key, entry in entries:
+        yield from _optimizers_in(entry, f"{path}[{key!r}]", seen)
 
 
 # -- torch's protocol ------------------------------------------------------------------------------
@@ -165,6 +165,8 @@ def scaling_info(
 
 @dataclass(slots=True)
 class _Running:
+    """A scheduler whose schedule runs on the device."""
+
     scheduler: LRScheduler
     schedule: DeviceSchedule
     good: torch.Tensor

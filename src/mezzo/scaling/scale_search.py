@@ -24,7 +24,7 @@ _SMALLEST = 1.0
 """The smallest scale that is tried: gradients that overflow below it need another remedy."""
 
 _LOW = 1024.0
-"""An initial scale up to this is not warned about where it cannot be searched."""
+"""The largest initial scale without a warning where the scale cannot be searched."""
 
 Backward = Callable[[bool], None]
 """Computes gradients at the current scale; its argument is `retain_graph`."""
@@ -102,7 +102,7 @@ def _clear(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _reduces_gradients() -> bool:
-    """Return whether gradients may be reduced over processes, which a second backward is not."""
+    """Return whether gradients may be reduced over processes: a second backward reduces none."""
     return (
         distributed.is_available()
         and distributed.is_initialized()

@@ -216,7 +216,7 @@ def scaler_from_dict(
     saved_rule = replace(base, **_read_fields(ScaleRule, torchs))
     first = {"scale": entries["scale"], "growth_tracker": entries["_growth_tracker"]}
     saved = entries.get(_STATES) or [first] * losses
-    if not isinstance(saved, list) or not all(isinstance(one, Mapping) for one in saved):
+    if not isinstance(saved, list) or not all(isinstance(scale, Mapping) for scale in saved):
         raise ScalerError(
             f"The states of the losses are {saved!r:.80}, not a list of dictionaries. {_REMEDY}"
         )

@@ -161,7 +161,7 @@ class DeviceLossScale:
         self._skips = self.counters[1:3]
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.steps = 0
-        """Number of steps. Counted on the host, which needs no device for it."""
+        """Number of steps, counted on the host without reading the device."""
         self._has_kernel = _launch.has_triton(device)
         self._rule: tuple[ScaleRule, torch.Tensor] | None = None
         """The last rule, and its numbers on the device; kept because captured graphs read them."""

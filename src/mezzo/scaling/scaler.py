@@ -29,6 +29,8 @@ _ENABLED_POSITION = 5
 
 @dataclass(frozen=True)
 class _Settings:
+    """Arguments of the scaler that are not part of its rule or its state."""
+
     collapse_patience: int
     on_collapse: OnCollapse
     reduce_found_inf: Callable[[torch.Tensor], object] | None
@@ -223,7 +225,9 @@ class GradScaler(TorchScalerApi):
         256.0
         """
         chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-        parameters = [one for optimizer in chosen for one in gradients.parameters(optimizer)]
+        parameters = [
+            parameter for optimizer in chosen for parameter in gradients.parameters(optimizer)
+        ]
         if any(parameter.grad is not None for parameter in parameters):
             raise ScalerError(
                 "find_scale() computes gradients and drops them, and there are gradients already."

@@ -149,9 +149,9 @@ class Lookahead:
     def _advance(self) -> None:
         try:
             self._runner.step()
-        # OneCycleLR ends with an exception, and so does a user's list of rates. It is raised if
+        # OneCycleLR ends with an exception, and so does a user's list of rates. It is raised when
         # training gets there.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - raised when training gets there
             self._end = error
         else:
             self._rows.append(flat(self._groups.param_groups, self._keys))

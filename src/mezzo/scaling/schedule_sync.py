@@ -53,6 +53,8 @@ class LaggingSchedule(ABC):
 
 @dataclass(frozen=True)
 class _Sync:
+    """The schedule that an optimizer and its schedulers are updated from."""
+
     schedule: LaggingSchedule
     schedulers: tuple[LRScheduler, ...]
 
@@ -113,9 +115,9 @@ def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return optimizer.param_groups if groups is None else groups
 
 
-def class_of(one: Optimizer | LRScheduler) -> Any:
+def class_of(target: Optimizer | LRScheduler) -> Any:
     """Return the class of an optimizer or a scheduler, without `sync_on_read`."""
-    return vars(type(one)).get("_original_class", type(one))
+    return vars(type(target)).get("_original_class", type(target))
 
 
 class _SyncedScheduler(LRScheduler):
@@ -214,18 +216,18 @@ def _sync_of(optimizer: Optimizer) -> _Sync:
     return sync
 
 
-def _set_class(one: Optimizer | LRScheduler, kind: Any) -> None:
-    # Not `one.__class__ = kind`, which a synced scheduler treats as a change by the user.
-    object.__setattr__(one, "__class__", kind)
+def _set_class(target: Optimizer | LRScheduler, kind: Any) -> None:
+    # Not `target.__class__ = kind`, which a synced scheduler treats as a change by the user.
+    object.__setattr__(target, "__class__", kind)
 
 
-def _reduce(one: Any, optimizer: Optimizer) -> Any:
+def _reduce(target: Any, optimizer: Optimizer) -> Any:
     """Reduce an object for a copy or a pickle, with its original class."""
     catch_up(optimizer)
-    kind = type(one)
-    _set_class(one, class_of(one))
+    kind = type(target)
+    _set_class(target, class_of(target))
     try:
         # From protocol 2 on, pickle compares the class with that of the object.
-        return one.__reduce_ex__(1)
+        return target.__reduce_ex__(1)
     finally:
-        _set_class(one, kind)
+        _set_class(target, kind)

@@ -145,7 +145,7 @@ class KnownSource:
         """Return no copies: none are needed."""
         return []
 
-    def name_from(self, fetched: list[AsyncCopy]) -> str | None:  # noqa: ARG002
+    def name_from(self, fetched: list[AsyncCopy]) -> str | None:  # noqa: ARG002 - none are fetched
         """Return the name."""
         return self._name
 
@@ -155,6 +155,8 @@ NO_SOURCE = KnownSource()
 
 
 class _FlagRow(NamedTuple):
+    """Parameters that were checked together, and where their flags are."""
+
     flags: Callable[[], torch.Tensor]
     """Returns one flag per parameter, nonzero if its gradient was not finite."""
     parameters: Sequence[torch.Tensor]

@@ -35,7 +35,7 @@ class TorchScalerApi:
         optimizer: Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
-        allow_fp16: bool,  # noqa: ARG002, FBT001
+        allow_fp16: bool,  # noqa: ARG002, FBT001 - torch's call shape
     ) -> Flags:
         flags: Flags = {found_inf.device: found_inf}
         check_sorted(optimizer, inv_scale, flags, mesh=mesh_of(parameters(optimizer)))

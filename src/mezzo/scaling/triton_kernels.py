@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
-
-# Kernels take pointers, numbers and constants, for which Python has no useful annotations.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-# ruff: noqa: ANN001, ANN201, ANN202
+import triton
+import triton.language as tl
 
 
 @triton.jit

@@ -14,10 +14,11 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
-from mezzo.step.components import Capture, StepComponents
-from mezzo.step.executor import AccumulationPhase, Body, StepExecutor, StepOptions
+from mezzo.step.components import StepComponents
+from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call
 from mezzo.step.metrics import StepMetrics
+from mezzo.step.options import AccumulationPhase, Body, Capture, StepOptions
 from mezzo.step.outputs import HostOutputs, KeptOutputs, RunningMeans
 from mezzo.step.rank_agreement import check_shared_settings
 from mezzo.step.runners import Runner, agreed_runner, runner_for
@@ -58,10 +59,10 @@ class Step:
         self._calls = 0
         """Calls of this object, and flushes that updated. A call that raised does not count."""
         self._observer: Callable[[Call], Any] | None = None
-        """Runs a call instead, from `_next_observed` on; see `_observe_calls`."""
+        """Runs the calls from `_next_observed` on in place of this object; see `_observe_calls`."""
         self._next_observed = inf
         self._is_checked = False
-        """Whether this and other processes were found to train the same step."""
+        """Whether all ranks were found to train the same step."""
         self._phases = [
             AccumulationPhase(first=index == 0, last=index + 1 == options.accumulate)
             for index in range(options.accumulate)
@@ -99,10 +100,10 @@ class Step:
             self._check_not_lent("The training step")
         if not self._is_checked:
             self._check_processes()
-        # Freed before the forward pass, which needs the memory.
+        # Free the old outputs before the forward pass, which needs the memory.
         self._outputs = None
-        # In an autocast region around the call, weights that were cast before would become a part
-        # of a captured graph, and those of the graph would be used by later ops.
+        # torch's weight cache must not cross the borders of a captured graph: the graph would read
+        # casts that were made before, and later ops casts that were made in it.
         in_region = torch.is_autocast_enabled(self._components.region.device)
         if in_region:
             torch.clear_autocast_cache()
@@ -131,15 +132,15 @@ class Step:
         return returned
 
     def _record_to(self, history: StepHistory | None) -> None:
-        """Write the metrics of every call to a history too; None: to none."""
+        """Also write the metrics of every call to a history; None stops that."""
         self._history = history
         self._executor.metrics.record_to(history)
 
     def _observe_calls(self, observer: Callable[[Call], Any] | None, first: float = inf) -> None:
-        """Let an observer run the call after `first` calls, and all later ones; None: no call.
+        """Let an observer run the calls after the first `first` ones; None removes it.
 
-        Calls before it cost nothing. The observer runs the call with `_call`, in which it sets when
-        it is called next.
+        Earlier calls cost nothing. The observer passes the call on to `_call`, and sets when it is
+        called next.
         """
         self._observer, self._next_observed = observer, first
 
@@ -236,11 +237,11 @@ class Step:
 
     @property
     def outputs(self) -> Any:
-        """What the last call computed beside its loss, as detached copies that are yours.
+        """What the last call returned besides its loss, as detached copies.
 
         That is the `aux` of a loss function or body that returned `(loss, aux)`; None if it
-        returned the loss alone. No later call overwrites the copies. Plain values among them are
-        those of the capture, if the step is captured. Does not synchronize.
+        returned the loss alone. No later call overwrites the copies. If the step is captured, plain
+        values among them keep the values they had at the capture. Does not synchronize.
         """
         if isinstance(self._outputs, KeptOutputs):
             self._outputs = self._outputs.copy()
@@ -259,9 +260,9 @@ class Step:
     def means(self) -> dict[str, float]:
         """Means over the last finished window of `mean_over` calls; empty before the first.
 
-        Of the loss, and of the numbers and tensors with one element in a dict of outputs, by their
-        names. A single such output is `"outputs"`. Does not synchronize: on CUDA the means appear
-        a few calls after the end of the window.
+        That is the mean of the loss and, if the outputs are a dict, of its numbers and one-element
+        tensors by key. A single scalar output is `"outputs"`. Does not synchronize: on CUDA the
+        means appear a few calls after the end of the window.
         """
         if self._means is None:
             raise PolicyError(
@@ -317,7 +318,7 @@ class Step:
 
     def _title(self) -> str:
         components = self._components
-        names = [type(one).__name__ for one in (*components.models, *components.optimizers)]
+        names = [type(part).__name__ for part in (*components.models, *components.optimizers)]
         return f"{type(self).__name__}({', '.join(names)})"
 
     def _describe_capture(self) -> str:
@@ -385,23 +386,3 @@ class Step:
         )
         self._executor.resume()
         self._runner.drop_graphs()
-
-
-def check_mean_over(mean_over: Any) -> None:
-    """Raise `PolicyError` unless this is a number of calls, or None."""
-    is_number = isinstance(mean_over, int) and not isinstance(mean_over, bool)
-    if mean_over is not None and (not is_number or mean_over < 1):
-        raise PolicyError(
-            f"mean_over={mean_over!r} is not a number of calls. Pass an integer of 1 or more, or"
-            " None."
-        )
-
-
-def check_accumulate(accumulate: int) -> int:
-    """Return the number of calls for each update; raise `PolicyError` unless it is one."""
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise PolicyError(
-            f"accumulate={accumulate!r} is not a number of calls for each update. Pass an integer"
-            " of 1 or more."
-        )
-    return accumulate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 
@@ -12,9 +13,11 @@ from mezzo.optim.device_binding import device_binding
 from mezzo.policy.decide import user_stack_level
 from mezzo.prepare.sharding import is_sharded_model, sharding_obstacle
 from mezzo.scaling.capture import capture_refusal
-from mezzo.step.components import Capture, StepComponents
+from mezzo.step.components import StepComponents
+from mezzo.step.cuda_graph import keeps_autograd_graph
 from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import format_shapes
+from mezzo.step.options import Capture
 
 
 def capture_obstacle(components: StepComponents) -> str | None:
@@ -41,12 +44,15 @@ def process_obstacle(executor: StepExecutor) -> str | None:
 def optimizer_obstacle(executor: StepExecutor) -> str | None:
     """Return why optimizers without a captured step prevent the capture of calls.
 
-    They step behind a captured forward and backward pass, from copies of its gradients: not in the
-    middle of a body, and not from gradients that calls add to at fixed addresses.
+    Such optimizers step eagerly after a captured forward and backward pass, from copies of its
+    gradients. That is not possible in the middle of a body, nor with gradients that several calls
+    accumulate at fixed addresses.
     """
     options = executor.options
     names = [
-        type(one).__name__ for one in executor.components.optimizers if device_binding(one) is None
+        type(optimizer).__name__
+        for optimizer in executor.components.optimizers
+        if device_binding(optimizer) is None
     ]
     if not names or (options.accumulate == 1 and not options.takes_update):
         return None
@@ -70,6 +76,26 @@ def warn_not_captured(reason: str, capture: Capture, *, quietly: bool = False) -
             UserWarning,
             stacklevel=user_stack_level(),
         )
+
+
+def warn_replay_disagreed(error: str) -> None:
+    """Warn that a replay and the eager step disagree about an update, so that steps run eagerly."""
+    warnings.warn(
+        f"The step runs eagerly from now on: {error}. One batch was skipped.",
+        UserWarning,
+        stacklevel=user_stack_level(),
+    )
+
+
+def kept_graph_hint(parameters: Iterable[torch.Tensor]) -> str:
+    """Return what to do about an autograd graph that is in memory before a capture; "" if none."""
+    if not keeps_autograd_graph(parameters):
+        return ""
+    return (
+        ". An output or a loss of the model that was computed before is still in memory, and its"
+        " autograd graph belongs to another stream. Delete it before the first steps, or compute it"
+        " under torch.no_grad()"
+    )
 
 
 def warn_many_kinds(limit: int, leaves: list[torch.Tensor]) -> None:

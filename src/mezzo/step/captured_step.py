@@ -15,8 +15,9 @@ from mezzo.optim.device_binding import DeviceBinding, ReplayPlan, device_binding
 from mezzo.scaling import capture
 from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
-from mezzo.step.executor import AccumulationPhase, StepContext, StepExecutor
+from mezzo.step.executor import StepContext, StepExecutor
 from mezzo.step.inputs import Call, format_shapes
+from mezzo.step.options import AccumulationPhase
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.static_gradients import Gradients
 
@@ -48,7 +49,7 @@ class CapturedStep:
     update: CapturedUpdate | None
     """None if the graph does not update."""
     gradients: Gradients = field(default_factory=list)
-    """Those in the graph's memory, for an eager update."""
+    """Gradients in the graph's memory, from which an eager update steps."""
 
 
 class Attempt(NamedTuple):
@@ -60,8 +61,8 @@ class Attempt(NamedTuple):
     def after(self, failure: CaptureFailed) -> Attempt | None:
         """Return what to try after a failure, None if there is nothing left.
 
-        Models that read from the device only when they are not captured are captured when captures
-        are not hidden from them.
+        Some models read from the device unless they see that they are captured: these need
+        `reports_eager=False`.
         """
         if isinstance(failure, HostDrawsFound) and not self.records_draws:
             return self._replace(records_draws=True)
@@ -74,14 +75,14 @@ class StepGraphs:
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
         self.capturer = GraphCapturer.on(executor.components.device)
-        bindings = [device_binding(one) for one in executor.components.optimizers]
-        self.bindings = [one for one in bindings if one is not None]
+        bindings = [device_binding(optimizer) for optimizer in executor.components.optimizers]
+        self.bindings = [binding for binding in bindings if binding is not None]
         self.captures_update = len(self.bindings) == len(bindings)
         """Whether every optimizer can be stepped in a graph. Otherwise all are stepped eagerly,
         after a graph of the forward and backward pass."""
 
     def recapture_key(self) -> list[Any]:
-        """Return what a captured update depends on beside its gradients."""
+        """Return what a captured update depends on besides its gradients."""
         scaler = self._executor.components.scaler
         return [
             self._executor.metrics.revision,

@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region
-from mezzo.optim.attach import bind_optimizer, has_device_step
+from mezzo.optim.bind_optimizer import bind_optimizer, has_device_step
 from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.parallel.ddp import Replicas, find_replicas, inner_models
 from mezzo.policy.policy import Policy
-from mezzo.policy.types import Level, Master, ParsedEnum
+from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, optimizers_of
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import (
@@ -63,15 +63,15 @@ class StepComponents:
 
 @dataclass(frozen=True)
 class PrecisionArgs:
-    """Arguments of a step about precision."""
+    """The arguments of a step that concern precision."""
 
     policy: PolicyArg | None
     clip_norm: float | None
     overrides: Mapping[str, Any]
     grad_norm: bool = False
-    """Whether the norm of the gradients is computed without `clip_norm` too."""
+    """Whether to compute the norm of the gradients also without `clip_norm`."""
     reduce_dtype: str | torch.dtype | None = None
-    """Dtype in which DistributedDataParallel averages gradients; None for their own."""
+    """Dtype in which DistributedDataParallel averages gradients; None keeps the dtype of each."""
 
     @property
     def policy_or_default(self) -> PolicyArg:
@@ -96,21 +96,10 @@ def prepare_components(
         raise PolicyError(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
         )
-    # First: what is not supported must leave models and optimizers unchanged.
+    # Checked before anything changes: an error must leave models and optimizers as they are.
     _refuse_step_arguments(optimizers)
     schedulers = _check_schedulers(scheduler, optimizers)
-    decoration = decoration_of(models[0])
-    if decoration is None:
-        decorate(
-            models,
-            optimizer,
-            precision.policy_or_default,
-            clip_norm=precision.clip_norm,
-            **precision.overrides,
-        )
-        decoration = _decoration(models[0])
-    else:
-        _check_decoration(decoration, models, optimizers, precision)
+    decoration = _decorate_or_check(models, optimizer, optimizers, precision)
     plan, device = decoration.plan, next(iter(models[0].parameters())).device
     if device.type == "cuda":
         _bind_device_steps(optimizers)
@@ -119,8 +108,8 @@ def prepare_components(
     shared = decoration.scaler if scaler is None else scaler
     step_scaler = choose_scaler(shared, plan.dtype, plan.policy.level, device)
     if step_scaler is not None:
-        for one in models:
-            step_scaler.register_parameter_names(one)
+        for inner_model in models:
+            step_scaler.register_parameter_names(inner_model)
     replicas.check(models, optimizers, scales_loss=step_scaler is not None)
     region = region_for(plan.policy, device.type)
     return StepComponents(
@@ -142,10 +131,14 @@ def prepare_components(
 def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
     """Undo decoration, binding and memory format of plain models and optimizers on an error."""
     models, optimizers = inner_models(model), _inner_optimizers(optimizer)
-    plain = all(decoration_of(one) is None for one in models)
-    unbound = [one for one in optimizers if optimizer_binding(one) is None]
+    plain = all(decoration_of(inner) is None for inner in models)
+    unbound = [inner for inner in optimizers if optimizer_binding(inner) is None]
     memory = (
-        [(tensor, tensor.data) for one in models for tensor in (*one.parameters(), *one.buffers())]
+        [
+            (tensor, tensor.data)
+            for module in models
+            for tensor in (*module.parameters(), *module.buffers())
+        ]
         if plain
         else []
     )
@@ -154,8 +147,8 @@ def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
     except BaseException:
         if plain and decoration_of(models[0]) is not None:
             undecorate(models)
-        for one in unbound:
-            if (binding := optimizer_binding(one)) is not None:
+        for inner in unbound:
+            if (binding := optimizer_binding(inner)) is not None:
                 binding.unbind()
         for tensor, data in memory:
             tensor.data = data
@@ -165,6 +158,30 @@ def restored_on_error(model: Models, optimizer: Optimizers) -> Iterator[None]:
 def _inner_optimizers(optimizer: Optimizers) -> tuple[Optimizer, ...]:
     """Return optimizers without the wrappers of Accelerate and Lightning around decorated ones."""
     return tuple(map(inner_optimizer, optimizers_of(optimizer)))
+
+
+def _decorate_or_check(
+    models: tuple[nn.Module, ...],
+    passed: Optimizers,
+    optimizers: tuple[Optimizer, ...],
+    precision: PrecisionArgs,
+) -> Decoration:
+    """Decorate plain models; check that decorated ones fit the arguments of the step.
+
+    `passed` has the wrappers of Accelerate and Lightning that `optimizers` are taken from.
+    """
+    decoration = decoration_of(models[0])
+    if decoration is not None:
+        _check_decoration(decoration, models, optimizers, precision)
+        return decoration
+    decorate(
+        models,
+        passed,
+        precision.policy_or_default,
+        clip_norm=precision.clip_norm,
+        **precision.overrides,
+    )
+    return _decoration(models[0])
 
 
 def _decoration(model: nn.Module) -> Decoration:
@@ -181,7 +198,7 @@ def _check_decoration(
     precision: PrecisionArgs,
 ) -> None:
     """Check that all were decorated together, and with the requested policy if there is one."""
-    if any(decoration_of(one) is not decoration for one in all_decorated(models, optimizers)):
+    if any(decoration_of(owner) is not decoration for owner in all_decorated(models, optimizers)):
         raise PolicyError(
             "The model is decorated, but not together with the other models and optimizers."
             " Decorate all in one call, or pass them plain: the step decorates them."
@@ -262,61 +279,25 @@ def choose_scaler(
 
 
 def _check_schedulers(
-    scheduler: Schedulers, optimizers: tuple[Optimizer, ...]
+    argument: Schedulers, optimizers: tuple[Optimizer, ...]
 ) -> dict[Optimizer, LRScheduler]:
     """Check that schedulers can run ahead; return them by optimizer."""
     schedulers: dict[Optimizer, LRScheduler] = {}
-    for one in () if scheduler is None else flat(scheduler):
-        owner = getattr(one, "optimizer", None)
-        if isinstance(one, LRScheduler) and owner not in optimizers:
+    for scheduler in () if argument is None else flat(argument):
+        owner = getattr(scheduler, "optimizer", None)
+        if isinstance(scheduler, LRScheduler) and owner not in optimizers:
             raise PolicyError(
-                f"{type(one).__name__} belongs to another optimizer than the step's. Create it with"
-                " the optimizer that is passed to the step."
+                f"{type(scheduler).__name__} belongs to another optimizer than the step's. Create"
+                " it with the optimizer that is passed to the step."
             )
-        # With and without a scaler: what is accepted does not depend on the dtype.
-        check(optimizers[0] if owner is None else owner, one)
-        if one.optimizer in schedulers:
+        # Also without a scaler, so that every dtype accepts the same schedulers.
+        check(optimizers[0] if owner is None else owner, scheduler)
+        if scheduler.optimizer in schedulers:
+            other = schedulers[scheduler.optimizer]
             raise PolicyError(
-                f"Got {type(schedulers[one.optimizer]).__name__} and {type(one).__name__} for the"
-                " same optimizer. Pass one scheduler for each: torch's ChainedScheduler steps"
-                " several together, SequentialLR one after the other."
+                f"Got {type(other).__name__} and {type(scheduler).__name__} for the same optimizer."
+                " Pass one scheduler for each: torch's ChainedScheduler steps several together,"
+                " SequentialLR one after the other."
             )
-        schedulers[one.optimizer] = one
+        schedulers[scheduler.optimizer] = scheduler
     return schedulers
-
-
-class Capture(ParsedEnum):
-    """Whether a step is captured as a CUDA graph."""
-
-    AUTO = "auto"
-    """Captured if possible; else it runs eagerly, with a warning."""
-    ON = True
-    """Captured; `UnsupportedError` if that is not possible."""
-    OFF = False
-    """Runs eagerly."""
-
-
-class Layout(ParsedEnum):
-    """Whether a convolutional model is converted to channels_last."""
-
-    AUTO = "auto"
-    """Converted if that is faster, measured once with the first batch."""
-    ON = True
-    OFF = False
-
-    @classmethod
-    def _argument_name(cls) -> str:
-        return "channels_last"
-
-
-class Reduction(ParsedEnum):
-    """How the gradients of several calls are combined."""
-
-    MEAN = "mean"
-    """Averaged."""
-    SUM = "sum"
-    """Added."""
-
-    @classmethod
-    def _argument_name(cls) -> str:
-        return "accumulate_reduction"

@@ -33,7 +33,7 @@ from mezzo.step.inputs import copy_outputs, make_static_buffers
 from mezzo.step.profiler_ranges import Range, profiled
 
 _MANY = 16
-"""More tensors than a batch has, such as gradients, are copied in a few launches."""
+"""More tensors than this, such as gradients, are copied in a few launches; batches have fewer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def _copy_by_dtype(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 class GraphPool:
     """The memory pool that the graphs of one step share.
 
-    torch does not reuse a pool whose graphs are all gone, nor that of a failed capture.
+    torch does not reuse a pool after all its graphs are freed, nor after a failed capture.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class GraphCapturer:
     def _end_capturing_state(self, generator: torch.Generator) -> None:
         """Let the device's generator leave its capturing state, by a capture that succeeds.
 
-        Graphs that were captured before use the same state, so that another one is the last resort.
+        Earlier graphs use the same state, so that this is the last resort.
         """
         try:
             with torch.cuda.graph(
@@ -260,9 +260,9 @@ def failure_reason(error: BaseException, host_reads: list[str]) -> str:
 
 
 def release_frames(error: BaseException) -> None:
-    """Clear the local variables of the frames that an error, and those before it, went through.
+    """Clear the local variables in the tracebacks of an error and of its causes.
 
-    An autograd graph among them would keep the nodes that accumulate gradients, on the capture
+    An autograd graph among them would keep alive the nodes that accumulate gradients on the capture
     stream.
     """
     following: BaseException | None = error
@@ -285,7 +285,7 @@ def keeps_autograd_graph(parameters: Iterable[torch.Tensor]) -> bool:
     >>> keeps_autograd_graph([weight])
     False
     """
-    return any(_is_node_kept(one) for one in parameters if one.requires_grad)
+    return any(_is_node_kept(parameter) for parameter in parameters if parameter.requires_grad)
 
 
 def _is_node_kept(parameter: torch.Tensor) -> bool:
@@ -333,8 +333,8 @@ def report_eager() -> Iterator[None]:
     """Make `torch.cuda.is_current_stream_capturing` return False to model code of this thread.
 
     transformers builds masks in a capture that it omits in eager mode, and attention then runs
-    another kernel. torch itself, mezzo and other threads get the true answer. A model that reads
-    from the device in eager mode only cannot be captured like this, and is tried without.
+    another kernel. torch itself, mezzo and other threads get the true answer. Models that read from
+    the device in eager mode only cannot be captured like this; a second attempt goes without.
     """
     with _lock:
         _capturing_threads.append(threading.get_ident())

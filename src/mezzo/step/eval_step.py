@@ -21,7 +21,6 @@ from mezzo.prepare.keep_full import read_keep_full
 from mezzo.prepare.plan import PolicyArg
 from mezzo.prepare.sharding import is_sharded_model
 from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
-from mezzo.step.components import Capture
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer
 from mezzo.step.input_kinds import MAX_GRAPHS, InputKind, InputKinds, check_max_graphs
 from mezzo.step.inputs import (
@@ -33,13 +32,14 @@ from mezzo.step.inputs import (
     move_inputs,
     signature,
 )
+from mezzo.step.options import Capture
 from mezzo.step.replay_timing import ReplayTiming
 
 _ADDRESS = methodcaller("data_ptr")
 _NEEDS_GRADIENTS = re.compile(r"does not require grad|Inference tensors cannot")
 """Found in torch's messages about gradients in inference mode."""
 _WARM_UP = 2
-"""Eager calls before the first capture; one of them at least has the inputs that are captured."""
+"""Eager calls before the first capture, at least one of them with the inputs to capture."""
 _CALL = "call"
 """Key of the only graph of each kind of inputs."""
 
@@ -89,10 +89,10 @@ class EvalStep:
         self.eager_reason: str | None = None
         """Why calls run eagerly although `capture` is not False; None if they are captured."""
         self._device = next(iter(model.parameters())).device
-        self._capture = Capture.parse(capture)  # type: ignore[arg-type]
+        self._capture = Capture.parse(capture)
         self._is_sharded = is_sharded_model((model,))
         self._differentiates = False
-        """Whether the model computes gradients itself, as of an energy for forces."""
+        """Whether the forward pass computes gradients, such as forces from an energy."""
         self._tensors = [*model.parameters(), *model.buffers()]
         self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
         self._recapture_key: Hashable = None

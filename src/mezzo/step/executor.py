@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,53 +21,15 @@ from mezzo.scaling.gradients import parameters, refuse_unreached
 from mezzo.scaling.mesh import local_tensors
 from mezzo.scaling.optimizer_step import advance
 from mezzo.scaling.step_result import StepResult
-from mezzo.step.components import Reduction, StepComponents
-from mezzo.step.input_kinds import MAX_GRAPHS
+from mezzo.step.components import StepComponents
 from mezzo.step.inputs import Call, move_inputs
 from mezzo.step.metrics import MetricsBuffer, Rate, first_rate
 from mezzo.step.module_buffers import BatchCounters, ModuleBuffers
+from mezzo.step.options import AccumulationPhase, Body, Reduction, StepOptions
 from mezzo.step.outputs import split_loss
 from mezzo.step.profiler_ranges import Range, profiled
 from mezzo.step.static_gradients import Gradients, StaticGradients
 from mezzo.step.user_body import ScaledBackward, refuse_manual_step, stepping_threads
-
-Body = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step does with its inputs, its body and the gradients of several calls."""
-
-    accumulate: int
-    """Calls for each update."""
-    reduction: Reduction
-    """How the gradients of these calls are combined."""
-    custom_body: bool = False
-    """Whether the body is a user's function, which may call `loss.backward()` itself."""
-    takes_update: bool = False
-    """Whether the body takes `update`, which steps a single optimizer, as its first argument."""
-    closure_values: Callable[[], Hashable] = tuple
-    """Returns the plain values that the body closes over; a captured graph depends on them."""
-    casts_first_input: bool = False
-    """Whether the first argument goes to the model only, so that it can be cast in advance."""
-    channels_last: bool = False
-    """Whether images are converted to channels_last, as the model is."""
-    max_graphs: int = MAX_GRAPHS
-    """Kinds of inputs that graphs are kept for."""
-    same_shapes: bool = False
-    """Whether all ranks get inputs of equal kinds in every call, as the user has promised."""
-
-    @property
-    def loss_factor(self) -> float:
-        """What each loss is multiplied by before backward."""
-        return 1.0 / self.accumulate if self.reduction is Reduction.MEAN else 1.0
-
-
-class AccumulationPhase(NamedTuple):
-    """Position of a call among those that make up one update."""
-
-    first: bool
-    last: bool
 
 
 class StepExecutor:
@@ -76,7 +37,8 @@ class StepExecutor:
 
     def __init__(self, components: StepComponents, body: Body, options: StepOptions) -> None:
         self.components, self.options = components, options
-        self._body = body
+        self._body, self._loss_factor = body, options.loss_factor
+        self._input_dtype = components.input_dtype if options.casts_first_input else None
         self.buffers = ModuleBuffers(components.models if components.scaler is not None else ())
         self._batch_counters = BatchCounters(components.models)
         self.metrics = MetricsBuffer(
@@ -105,16 +67,18 @@ class StepExecutor:
         )
         return moved
 
-    def cast_inputs(self, call: Call) -> Call:
-        """Cast the inputs that the model would cast first, so that a capture copies and casts once.
+    def static_inputs(self, call: Call, leaves: Sequence[torch.Tensor]) -> Call:
+        """Move inputs, and cast those that the model would cast first.
 
-        Called for inputs on the device of the models, by captured steps only.
+        For captured steps, whose graph then copies and casts an input once. Their warm-up runs on
+        the same dtypes: otherwise code that it compiles would be compiled again in the capture.
         """
-        dtype = self.components.input_dtype
-        if not self.options.casts_first_input or dtype is None:
-            return call
-        first, *rest = call.args
-        return Call((cast_all(first, dtype, self.components.device.type), *rest), call.kwargs)
+        moved, device, dtype = self.move_inputs(call), self.components.device, self._input_dtype
+        # A copy from another device would cast on the host first, and synchronize.
+        if dtype is None or any(leaf.device != device for leaf in leaves):
+            return moved
+        first, *rest = moved.args
+        return Call((cast_all(first, dtype, device.type), *rest), moved.kwargs)
 
     def run(
         self,
@@ -125,7 +89,7 @@ class StepExecutor:
     ) -> Any:
         """Run one call and return what the body returned.
 
-        `modes` tells forward passes apart that may write different buffers. `update` replaces the
+        `modes` distinguishes forward passes that may write different buffers. `update` replaces the
         method of this name.
         """
         context, returned = self.run_body(call, phase, modes)
@@ -141,7 +105,7 @@ class StepExecutor:
             self.buffers.save(modes)
         context = StepContext(
             self.components,
-            loss_factor=self.options.loss_factor,
+            loss_factor=self._loss_factor,
             can_update=self.options.accumulate == 1,
             finds_scale=self.finds_scale and phase.first,
         )
@@ -180,7 +144,7 @@ class StepExecutor:
             return nullcontext()
         if not phase.last:
             return replicas.unreduced()
-        # A body of a user may call the model without its wrapper.
+        # A user's body may call the model without its wrapper.
         return replicas.refusing_bypass() if self.options.custom_body else nullcontext()
 
     def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
@@ -263,13 +227,11 @@ class StepExecutor:
 
     def compute_gradients(self, call: Call) -> None:
         """Run forward and scaled backward only: gradients are added to the existing ones."""
-        context = StepContext(
-            self.components, loss_factor=self.options.loss_factor, can_update=False
-        )
+        context = StepContext(self.components, loss_factor=self._loss_factor, can_update=False)
         self._forward_and_backward(context, call)
 
     def gradients(self) -> Gradients:
-        """Return the parameters of the optimizers that have a gradient, with it."""
+        """Return the optimizers' parameters that have a gradient, each with its gradient."""
         return [
             (parameter, parameter.grad)
             for optimizer in self.components.optimizers
@@ -391,7 +353,9 @@ class StepContext:
             torch.autograd.backward(loss, seed, repeats or retain_graph, inputs=inputs)
 
         trained = [
-            one for optimizer in self._components.optimizers for one in parameters(optimizer)
+            parameter
+            for optimizer in self._components.optimizers
+            for parameter in parameters(optimizer)
         ]
         return capture.find_first_scale(scaler, loss, trained, backward)
 
@@ -429,7 +393,7 @@ class StepContext:
             stepping_threads.discard(get_ident())
 
     def found_nonfinite(self) -> torch.Tensor | bool:
-        """Return whether a step was skipped: as a tensor where reading it would synchronize."""
+        """Return whether a step was skipped, as a tensor if reading it would synchronize."""
         results = [result for result in self.results.values() if result is not None]
         flags = [flag for result in results if (flag := result.found_inf) is not None]
         if not flags or all(flag.device.type == "cpu" for flag in flags):
@@ -439,7 +403,7 @@ class StepContext:
         return torch.stack([flag.reshape(()) for flag in flags]).amax(0)
 
     def rate(self) -> Rate:
-        """Return the learning rate of the first optimizer; a tensor if it was read on a device."""
+        """Return the learning rate of the first optimizer, as a tensor if it is on a device."""
         binding = optimizer_binding(self._components.optimizers[0])
         on_device = None if binding is None else binding.device_rate
         return self._host_rate if on_device is None else on_device
@@ -448,7 +412,7 @@ class StepContext:
         """Return the sum of squares of the gradients of all stepped optimizers, if it is known."""
         bindings = [optimizer_binding(optimizer) for optimizer in self.results]
         squares = [None if binding is None else binding.square_sum for binding in bindings]
-        known = [one for one in squares if one is not None]
+        known = [square for square in squares if square is not None]
         if not known or len(known) < len(squares):
             return None
         return known[0] if len(known) == 1 else torch.stack(known).sum()

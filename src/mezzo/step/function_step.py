@@ -13,20 +13,18 @@ from mezzo._errors import PolicyError
 from mezzo.parallel.ddp import find_replicas
 from mezzo.prepare.arguments import Models, Optimizers, inside_fabric
 from mezzo.prepare.plan import PolicyArg
-from mezzo.step.base import Step, check_accumulate, check_mean_over
+from mezzo.step.base import Step
 from mezzo.step.components import (
-    Capture,
     PrecisionArgs,
-    Reduction,
     Scaler,
     Schedulers,
     StepComponents,
     prepare_components,
     restored_on_error,
 )
-from mezzo.step.executor import StepOptions
 from mezzo.step.input_kinds import MAX_GRAPHS, check_max_graphs
 from mezzo.step.inputs import Call, closure_values
+from mezzo.step.options import Capture, Reduction, StepOptions, check_accumulate, check_mean_over
 from mezzo.step.outputs import split_loss
 
 
@@ -130,7 +128,7 @@ def train_step(
     calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
     check_mean_over(mean_over)
     check_max_graphs(max_graphs)
-    parsed_capture = Capture.parse(capture)  # type: ignore[arg-type]
+    parsed_capture = Capture.parse(capture)
     precision = PrecisionArgs(policy, clip_norm, overrides, grad_norm, reduce_dtype)
 
     def make(body: Callable[..., Any]) -> FunctionStep:

@@ -1,9 +1,9 @@
-"""Copy large inputs in pinned memory to the device beside the running step, on another stream.
+"""Copy large pinned inputs to the device on another stream, while the previous step runs.
 
-A copy into the buffers that a captured graph reads has to wait for the graph's last replay. These
-inputs are copied to a staging buffer meanwhile, and from there to the graph's buffer within the
-device, in a small part of the time. There are two staging buffers for each input, so that the
-copy for the next step runs beside this one.
+A copy into the buffers that a captured graph reads has to wait for the graph's last replay. Large
+inputs are copied to a staging buffer in the meantime, and from there to the graph's buffer, which
+takes a fraction of the time. There are two staging buffers for each input, so that the copy for the
+next step can run during this one.
 
 As with any `non_blocking` copy, the host must not change an input before its copy is done, and an
 input that the device itself writes to, by an asynchronous copy to the host, must have arrived.
@@ -42,11 +42,11 @@ class HostInputs:
     def copy(self, inputs: Sequence[HostInput]) -> None:
         """Copy inputs to their buffers, in the order of the current stream."""
         staged = []
-        for one in inputs:
-            if is_staged(one.leaf):
-                staged.append(one)
+        for input_ in inputs:
+            if is_staged(input_.leaf):
+                staged.append(input_)
             else:
-                one.buffer.copy_(one.leaf, non_blocking=True)
+                input_.buffer.copy_(input_.leaf, non_blocking=True)
         if staged:
             self._copy_staged(staged)
 
@@ -91,10 +91,10 @@ class _Stage:
 
 
 def is_staged(leaf: torch.Tensor) -> bool:
-    """Return whether an input is copied beside the running step.
+    """Return whether an input is copied while a step runs.
 
-    From pageable memory a copy is not asynchronous, and one with gaps is first gathered on the
-    host.
+    Copies from pageable memory are not asynchronous, and tensors with gaps are gathered on the host
+    first.
 
     >>> is_staged(torch.ones(100))
     False

@@ -33,8 +33,8 @@ class HostDraws(TorchFunctionMode):
         self.shapes: list[torch.Size] = []
         """Shapes of the draws, in order."""
         self.have_effect = False
-        """Whether a number was used other than by comparing it with one that it never is less
-        than."""
+        """Whether a number was used for more than a comparison that is always false, such as
+        `number < 0.0`."""
         self._drawn: list[torch.Tensor] = []
 
     def __torch_function__(
@@ -53,7 +53,7 @@ class HostDraws(TorchFunctionMode):
         return result
 
     def explain(self, before: dict[str, Any]) -> bool:
-        """Return whether the draws had no effect, and alone have moved the generators since.
+        """Return whether the draws had no effect, and nothing else has moved the generators.
 
         Restores the generators to the given state.
         """
@@ -70,7 +70,7 @@ class HostDraws(TorchFunctionMode):
 
 
 def _is_never_less(args: tuple[Any, ...]) -> bool:
-    """Return whether a number from [0, 1) is compared with one that is not above 0."""
+    """Return whether a draw from [0, 1) is compared with a number that is at most 0."""
     _, *others = args
     return len(others) == 1 and isinstance(others[0], int | float) and others[0] <= 0
 

@@ -135,13 +135,13 @@ def _parse_call(node: fx.Node) -> Pooling | Convolution | None:
 
 
 def _parse_pooling(
-    input: Any,  # noqa: A002
+    input: Any,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
     dilation: Any = 1,
-    ceil_mode: Any = False,  # noqa: FBT002
-    return_indices: Any = False,  # noqa: FBT002
+    ceil_mode: Any = False,
+    return_indices: Any = False,
 ) -> Pooling | None:
     kernel, strides, pads = _pair(kernel_size), _pair(stride or kernel_size), _pair(padding)
     if (
@@ -159,7 +159,7 @@ def _parse_pooling(
 
 def _parse_convolution(
     dtype: torch.dtype,
-    input: Any,  # noqa: A002
+    input: Any,
     weight: Any,
     bias: Any = None,
     stride: Any = 1,
@@ -220,7 +220,8 @@ def _pair(value: Any) -> Pair | None:
 # -- faster forms of convolutions of few channels --------------------------------------------------
 
 _FEW = 4
-"""Channels that are few; also the number that cuDNN's float16 kernels for few channels take."""
+"""Convolutions of at most this many channels are replaced; cuDNN's float16 kernels for few channels
+take exactly this many."""
 _CHANNEL_MULTIPLE = 8
 """Channels of blocks are padded to a multiple of this."""
 _MAX_BLOCKS = {torch.float16: 3, torch.bfloat16: 4}

@@ -15,7 +15,8 @@ Graph = TypeVar("Graph")
 MAX_GRAPHS = 64
 """Kinds of inputs that graphs are kept for, unless the user sets another number."""
 SMALL = 0.3
-"""Size of a new kind, compared with the largest captured one, whose eager call leaves graphs."""
+"""A new kind of up to this share of the largest captured one runs eagerly without dropping
+graphs."""
 REMEMBERED = 1024
 """Kinds that are remembered; inputs that contain a changing number make a new one each call."""
 
@@ -62,8 +63,8 @@ class InputKind(Generic[Graph]):
 class InputKinds(Generic[Graph]):
     """The kinds of inputs so far. Graphs are kept for a limited number of them.
 
-    When there is no room, the kind that was not used for longest makes room for one that was used
-    twice since. So inputs that take turns do not push each other out at every call.
+    When there is no room, the least recently used kind is dropped for one that was used twice since
+    then. So inputs that alternate do not evict each other in every call.
 
     >>> kinds: InputKinds[str] = InputKinds(1)
     >>> first = kinds.use("first", [torch.ones(2)])
@@ -96,50 +97,50 @@ class InputKinds(Generic[Graph]):
         return kind
 
     def _forget(self) -> None:
-        """Forget the kind that was not used for longest, if there are too many."""
+        """Forget the least recently used kind without graphs, if there are too many kinds."""
         if len(self._kinds) >= REMEMBERED:
             without = [key for key, kind in self._kinds.items() if not kind.graphs]
             if without:
                 del self._kinds[min(without, key=lambda key: self._kinds[key].last_use)]
 
     def needs_memory_of_graphs(self, kind: InputKind[Graph]) -> bool:
-        """Return whether an eager call of a new kind needs so much memory that graphs must go.
+        """Return whether an eager call of a new kind needs the memory of the graphs.
 
-        The memory of graphs stays reserved beside that of the call.
+        The memory of graphs stays reserved in addition to that of the call.
         """
         return kind.last_use == self._last_new == self._calls and kind.size > SMALL * max(
-            (one.size for one in self._kinds.values() if one.graphs), default=kind.size
+            (other.size for other in self._kinds.values() if other.graphs), default=kind.size
         )
 
     @property
     def are_settled(self) -> bool:
-        """Whether enough calls have passed since the last new kind: it may make graphs go."""
+        """Whether enough calls have passed since the last new kind, which may evict graphs."""
         return self._calls - self._last_new >= len(self._kinds) // 10
 
     def has_room(self, kind: InputKind[Graph]) -> bool:
-        """Return whether graphs of a kind can be kept, maybe in place of those of another."""
+        """Return whether graphs of a kind can be kept, possibly in place of another kind's."""
         oldest = self._oldest_if_full()
         return oldest is None or kind.previous_use > oldest.last_use
 
     def make_room(self) -> None:
-        """Drop the graphs of the kind that was not used for longest, if there are too many."""
+        """Drop the graphs of the least recently used kind, if there are too many."""
         oldest = self._oldest_if_full()
         if oldest is not None:
             oldest.graphs.clear()
 
     def _oldest_if_full(self) -> InputKind[Graph] | None:
-        captured = [one for one in self._kinds.values() if one.graphs]
+        captured = [kind for kind in self._kinds.values() if kind.graphs]
         if len(captured) < self.limit:
             return None
-        return min(captured, key=lambda one: one.last_use)
+        return min(captured, key=lambda kind: kind.last_use)
 
     def is_largest(self, kind: InputKind[Graph]) -> bool:
         """Return whether a kind is larger than all that have graphs.
 
-        Captured last it would take new memory beside theirs, captured first its memory serves them
-        all.
+        Captured last, it would need new memory in addition to theirs; captured first, its memory
+        serves them all.
         """
-        sizes = [one.size for one in self._kinds.values() if one.graphs]
+        sizes = [other.size for other in self._kinds.values() if other.graphs]
         return bool(sizes) and kind.size > max(sizes)
 
     @property
@@ -153,8 +154,8 @@ class InputKinds(Generic[Graph]):
 
     def are_others_captured(self, kind: InputKind[Graph]) -> bool:
         """Return whether other kinds have graphs, or had them and will be captured again."""
-        others = (one for one in self._kinds.values() if one is not kind)
-        return any(one.was_captured and not one.is_eager for one in others)
+        others = (other for other in self._kinds.values() if other is not kind)
+        return any(other.was_captured and not other.is_eager for other in others)
 
     @property
     def has_graphs(self) -> bool:

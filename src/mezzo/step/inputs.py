@@ -54,7 +54,7 @@ class ModelArguments:
         """Whether a container is unpacked, by its type and its names or its length."""
         self._parameters: tuple[str, ...] = ()
         """Names of the parameters of the model's forward."""
-        # Not of every forward there is a signature.
+        # Some forwards have no signature.
         with suppress(TypeError, ValueError):
             self._parameters = tuple(inspect.signature(model.forward).parameters)
 
@@ -66,16 +66,16 @@ class ModelArguments:
         names are those of parameters of the model, whose order need not be its own.
         """
         if len(args) == 1:
-            (first,) = args
-            if isinstance(first, torch.Tensor):
-                return Call(args, kwargs) if kwargs else first
-            keywords = as_keywords(first)
+            (argument,) = args
+            if isinstance(argument, torch.Tensor):
+                return Call(args, kwargs) if kwargs else argument
+            keywords = as_keywords(argument)
             if keywords is None:
-                keywords = self._named_fields(first)
+                keywords = self._named_fields(argument)
             if keywords is not None:
-                return self._arrange_keywords(first, keywords, kwargs)
-            if isinstance(first, tuple) and self._is_unpacked(first, Call(first, kwargs)):
-                args = tuple(first)
+                return self._arrange_keywords(argument, keywords, kwargs)
+            if isinstance(argument, tuple) and self._is_unpacked(argument, Call(argument, kwargs)):
+                args = tuple(argument)
         if kwargs:
             return Call(args, kwargs) if args else kwargs
         return args
@@ -101,7 +101,7 @@ class ModelArguments:
         return keywords
 
     def _refuse_surplus(self, batch: Any, keywords: dict[str, Any]) -> None:
-        """Raise if a batch has the model's first parameter, and names that the model lacks."""
+        """Raise if a batch has the model's first parameter, but also names that the model lacks."""
         if next(iter(self._parameters), None) not in keywords:
             return
         surplus = [name for name in keywords if name not in self._parameters]
@@ -131,7 +131,7 @@ class ModelArguments:
 
 def as_keywords(value: Any) -> dict[str, Any] | None:
     """Return the items of a mapping or the fields of a dataclass; None for other values."""
-    if isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101
+    if isinstance(value, dict) or isinstance(value, Mapping):  # noqa: SIM101 - the first is faster
         return value if type(value) is dict else dict(value.items())
     return dict(field_items(value)) if is_dataclass_instance(value) else None
 

@@ -26,7 +26,7 @@ def max_pool2d(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the maximum of each window, and its position in the window."""
     # Imported here: Triton is optional and slow to import.
-    from mezzo.step.triton_kernels import pool_kernel  # noqa: PLC0415
+    from mezzo.step.triton_max_pool import pool_kernel  # noqa: PLC0415
 
     out, positions = _empty_windows(x, kernel, stride, padding)
     with device_guard(x.device):
@@ -70,7 +70,7 @@ def max_pool2d_backward(
     padding: Sequence[int],
 ) -> torch.Tensor:
     """Return the gradient of images of this size from the gradients of their windows."""
-    from mezzo.step.triton_kernels import pool_backward_kernel  # noqa: PLC0415
+    from mezzo.step.triton_max_pool import pool_backward_kernel  # noqa: PLC0415
 
     out: torch.Tensor = _empty_gradient(gradient, positions, size)
     with device_guard(out.device):
@@ -128,7 +128,7 @@ def _grid(out: torch.Tensor, column_step: int = 1) -> tuple[tuple[int, int, int]
     The grid has rows of pixels, columns of a row and channels; the columns of a program are
     `column_step` apart.
     """
-    from triton import next_power_of_2  # type: ignore[import-untyped] # noqa: PLC0415
+    from triton import next_power_of_2  # noqa: PLC0415
 
     images, channels, rows, columns = out.shape
     steps = -(-columns // column_step)

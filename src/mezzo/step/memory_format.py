@@ -18,9 +18,9 @@ from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
 from mezzo.scaling.mesh import any_sharded
-from mezzo.step.components import Layout
 from mezzo.step.cuda_graph import GraphCapturer, find_host_syncs
 from mezzo.step.inputs import IMAGE_DIMS, is_channels_last
+from mezzo.step.options import Layout
 
 ModelOrTensor = TypeVar("ModelOrTensor", nn.Module, torch.Tensor)
 
@@ -111,7 +111,7 @@ def _why_fixed(model: nn.Module) -> str | None:
 _WARM_UP, _TIMED = 2, 5
 """Runs before the timed ones, and timed runs."""
 _FASTER = 0.98
-"""Part of the time that channels_last must stay below: smaller gains are noise."""
+"""channels_last must take less than this share of the time: smaller gains are noise."""
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""Step metrics: loss, loss scale, skips, learning rate and gradient norm, without a wait."""
+"""Step metrics: loss, loss scale, skips, learning rate and gradient norm, without synchronizing."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class _Tensors(NamedTuple):
 
     def suit_kernel(self, device: torch.device) -> bool:
         """Return whether the kernel can read all of them."""
-        given = [one for one in self if one is not None]
+        given = [value for value in self if value is not None]
         return bool(given) and all(
-            one.device == device and one.dtype in _launch.DTYPES for one in given
+            value.device == device and value.dtype in _launch.DTYPES for value in given
         )
 
 
@@ -113,7 +113,7 @@ class MetricsBuffer:
         self.memory[MetricIndex.RATE] = 0.0 if rate is None else float(rate)
 
     def record_to(self, history: StepHistory | None) -> None:
-        """Write the metrics of each call to a history too, or to none."""
+        """Also write the metrics of each call to a history; None stops that."""
         self.history = history
         self.revision += 1
 
@@ -166,10 +166,10 @@ class MetricsBuffer:
         Concatenating and copying the numbers takes 5 µs of a captured step on an H200.
         """
         # Imported here: Triton is optional and slow to import.
-        from mezzo.step.triton_kernels import metrics_kernel  # noqa: PLC0415
+        from mezzo.step.triton_metrics import metrics_kernel  # noqa: PLC0415
 
         # The memory is passed where the kernel does not read.
-        numbers = [self.memory if one is None else one for one in tensors]
+        numbers = [self.memory if tensor is None else tensor for tensor in tensors]
         history = self.history
         counts = None if history is None else history.counts
         numbers += [

@@ -19,7 +19,7 @@ def module_modes(
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Return `training` of each module and `requires_grad` of each parameter.
 
-    A step may depend on these beside its inputs.
+    A step may depend on these besides its inputs.
     """
     return tuple(map(_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters))
 
@@ -139,7 +139,7 @@ class BufferSnapshot:
     def restore_where(self, flag: torch.Tensor) -> None:
         """Restore the saved values if a flag on the device is not 0. Does not synchronize."""
         foreach_copy_(self._after, self._buffers)
-        # Selected and not multiplied by the flag: the current value may be NaN.
+        # Select rather than multiply by the flag: the current value may be NaN.
         skipped = flag.to(self._memory.device) != 0
         torch.where(skipped, self._memory, self._selected, out=self._selected)
         foreach_copy_(self._buffers, self._after)

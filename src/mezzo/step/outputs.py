@@ -19,16 +19,16 @@ class Returned(NamedTuple):
     """What a loss function or the body of a step returned."""
 
     loss: torch.Tensor | None
-    """None if there is no loss among it."""
+    """The loss; None if there is none."""
     aux: Any
-    """What was returned beside the loss; None if nothing was."""
+    """What was returned besides the loss; None if nothing was."""
 
 
 def split_loss(returned: Any) -> Returned:
-    """Return the loss and what was returned beside it.
+    """Return the loss, and what was returned besides.
 
-    That is `(loss, aux)`, also with several values after the loss, or an object or a mapping with a
-    `loss`, which is the aux itself.
+    That is `(loss, aux)`, also with several values after the loss, or an object or mapping with a
+    `loss`, which is then itself the aux.
 
     >>> loss = torch.ones(())
     >>> split_loss((loss, {"accuracy": 0.5})).aux
@@ -80,8 +80,8 @@ def _named_loss(value: Any) -> torch.Tensor | None:
 class KeptOutputs:
     """Detached outputs of a call, which are copied only if they are read.
 
-    Not a container that `map_tensors` enters: the copies of a call's results leave it alone. A
-    captured graph has one, whose tensors each replay overwrites.
+    `map_tensors` does not look inside, so that copies of a call's results leave it alone. The
+    tensors of a captured graph are overwritten by each replay.
     """
 
     __slots__ = ("_value",)

@@ -68,7 +68,7 @@ class PaddingRule:
     multiple: int
     pad_token_id: int = 0
     longest: int | None = None
-    """The longest sequence that the model takes; None if any."""
+    """The longest sequence that the model takes; None if there is no limit."""
     makes_mask: bool = True
     """Whether an `attention_mask` is added if there is none."""
 
@@ -154,14 +154,14 @@ class InputPadding:
         args, kwargs = move_inputs(call, device)
         keywords = as_keywords(args[0]) if args else kwargs
         if keywords is None or (args and kwargs):
-            kinds = ", ".join(type(one).__name__ for one in args)
+            kinds = ", ".join(type(arg).__name__ for arg in args)
             raise PolicyError(
                 f"pad_to={self.rule.multiple} pads batches that are passed by keyword or as one"
                 f" mapping with {_TOKENS!r} or {_MASK!r}, got {kinds}. {_HELP}"
             )
         length = _length(keywords)
         padded = self.rule.pad(keywords)
-        targets = (self.rule.pad_target(one, length) for one in args[1:])
+        targets = (self.rule.pad_target(arg, length) for arg in args[1:])
         return Call((padded, *targets) if args else (), {} if args else padded)
 
     def _change_by_function(self, call: Call) -> Call:
@@ -193,7 +193,7 @@ def _length(batch: Mapping[str, Any]) -> int:
             f" {', '.join(map(str, batch)) or 'nothing'}. {_HELP}"
         )
     for name, value in found:
-        if not isinstance(value, torch.Tensor) or value.dim() != 2:  # noqa: PLR2004
+        if not isinstance(value, torch.Tensor) or value.dim() != 2:
             shape = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(type(value))
             raise PolicyError(
                 f"Padding needs {name!r} as a tensor of shape [batch, sequence], got {shape}."
@@ -208,7 +208,7 @@ def _is_sequence(name: str, value: Any, length: int) -> bool:
 
     Labels of integers and inputs of a decoder may have a length of their own.
     """
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:  # noqa: PLR2004
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return False
     if name.endswith(_LABELS):
         return not value.is_floating_point()
@@ -222,17 +222,17 @@ def _stack(samples: list[dict[str, Any]], rule: PaddingRule) -> dict[str, Any]:
     stacked = {}
     for name in samples[0]:
         tensors = [torch.as_tensor(sample[name]) for sample in samples]
-        longest = max((len(one) for one in tensors if one.dim()), default=0)
+        longest = max((len(tensor) for tensor in tensors if tensor.dim()), default=0)
         stacked[name] = torch.stack(
             [
                 F.pad(
-                    one,
-                    (0, 0) * (one.dim() - 1) + (0, longest - len(one)),
+                    tensor,
+                    (0, 0) * (tensor.dim() - 1) + (0, longest - len(tensor)),
                     value=rule.fill(name),
                 )
-                if one.dim()
-                else one
-                for one in tensors
+                if tensor.dim()
+                else tensor
+                for tensor in tensors
             ]
         )
     return stacked

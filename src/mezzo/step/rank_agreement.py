@@ -4,10 +4,10 @@ Settings are compared once, before the first call.
 
 A captured graph holds collectives. NCCL requires that all ranks capture them in the same call, and
 replay the graphs of one capture together. So each rank numbers the kinds of its inputs, and the
-numbers of all ranks are the kind of a call: from the same kinds, all ranks choose alike whether to
-run eagerly, to capture or to replay. What a rank finds by itself (inputs that cannot be captured,
-graphs that it had to drop, a capture that failed) is exchanged as well, before anything is
-launched.
+numbers of all ranks together are the kind of a call: given the same kinds, all ranks make the same
+choice to run eagerly, to capture or to replay. What a rank finds by itself (inputs that cannot be
+captured, graphs that it had to drop, a capture that failed) is exchanged as well, before anything
+is launched.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mezzo.scaling.mesh import mesh_of
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
 from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound
-from mezzo.step.executor import StepOptions
 from mezzo.step.input_kinds import REMEMBERED
+from mezzo.step.options import StepOptions
 
 _PLAIN = (bool, int, float, str, type(None))
 """Types of settings that are compared."""
@@ -46,7 +46,7 @@ def process_groups(components: StepComponents) -> tuple[distributed.ProcessGroup
     """
     if components.replicas:
         return (components.replicas.group,)
-    mesh = mesh_of([one for model in components.models for one in model.parameters()])
+    mesh = mesh_of([parameter for model in components.models for parameter in model.parameters()])
     return () if mesh is None else mesh.groups
 
 
@@ -80,8 +80,12 @@ def shared_settings(components: StepComponents, options: StepOptions) -> dict[st
 
 def _settings(components: StepComponents, options: StepOptions) -> Iterator[tuple[str, str]]:
     plan, policy, replicas = components.decoration.plan, components.policy, components.replicas
-    yield from _text((one.name, policy.format_field(one.name)) for one in fields(policy))
-    hooks = [hook.__qualname__ for one in replicas.wrappers for hook, _ in communication_hooks(one)]
+    yield from _text((field.name, policy.format_field(field.name)) for field in fields(policy))
+    hooks = [
+        hook.__qualname__
+        for wrapper in replicas.wrappers
+        for hook, _ in communication_hooks(wrapper)
+    ]
     yield from _text(
         {
             "dtype": plan.dtype and dtype_name(plan.dtype),
@@ -195,7 +199,7 @@ class SharedCalls:
         return SharedCall(numbers, max(sizes), all(ready), any(dropped), refusal)
 
     def _number(self, key: Hashable | None) -> int:
-        """Return the number of a kind on this rank; a number never has another meaning."""
+        """Return the number of a kind on this rank; numbers are not reused."""
         if key is None:
             return _REFUSED
         if key not in self._numbers:

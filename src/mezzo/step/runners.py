@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mezzo.scaling.step_result import first_nonfinite
-from mezzo.step.capture import CaptureRunner
 from mezzo.step.capture_obstacles import (
     capture_obstacle,
     optimizer_obstacle,
     process_obstacle,
     warn_not_captured,
 )
-from mezzo.step.components import Capture
-from mezzo.step.executor import AccumulationPhase, StepExecutor
+from mezzo.step.capture_runner import CaptureRunner
+from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call, copy_outputs
 from mezzo.step.module_buffers import module_modes
+from mezzo.step.options import AccumulationPhase, Capture
 from mezzo.step.rank_agreement import do_all_capture, process_groups
 
 
@@ -46,7 +46,7 @@ class Runner(Protocol):
 
     @property
     def shares_calls(self) -> bool:
-        """Whether all ranks run each call alike, so that none may run one eagerly by itself."""
+        """Whether all ranks run each call alike, so that no rank may run one eagerly by itself."""
 
     @property
     def graph_count(self) -> int:

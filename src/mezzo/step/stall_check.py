@@ -1,9 +1,9 @@
 """Check a captured step that skips several updates in a row against the eager step.
 
-The gradients of one update are computed eagerly beside the replay, from the same weights, buffers,
-random numbers and loss scale. If they are finite and the replay skipped, the captured graph is
-wrong: that is an error in mezzo, which is reported, and training continues eagerly. If they are
-not, the first parameter with a non-finite gradient is named.
+The gradients of one update are computed eagerly in addition to the replay, from the same weights,
+buffers, random numbers and loss scale. If they are finite and the replay skipped, the captured
+graph is wrong: that is an error in mezzo, which is reported, and training continues eagerly. If
+they are not, the first parameter with a non-finite gradient is named.
 """
 
 from __future__ import annotations

@@ -71,15 +71,17 @@ class StaticGradients:
     def versions(self) -> list[int]:
         """Return the versions of the gradients, for `were_added_to`."""
         # Those of shards: FSDP2 adds to them, and leaves the versions of sharded tensors alone.
-        return [version_of(one) for one in shards([gradient for _, gradient in self._static])]
+        return [version_of(shard) for shard in shards([gradient for _, gradient in self._static])]
 
     def were_added_to(self, versions: list[int], gradients: Gradients) -> bool:
-        """Return whether a call since then has added to all of them, and there are no others."""
-        are_same = [id(one) for _, one in gradients] == [id(one) for _, one in self._static]
+        """Return whether a call since then has added to all of them, and to no others."""
+        are_same = [id(gradient) for _, gradient in gradients] == [
+            id(gradient) for _, gradient in self._static
+        ]
         return are_same and all(map(ne, versions, self.versions()))
 
     def note_eager_call(self, gradients: Gradients) -> bool:
-        """Note that an eager call has added to some; return whether these are all there are."""
+        """Note that an eager call has added to some; return whether no other gradients exist."""
         self._has_run = True
         return len(gradients) <= len(self._static)
 

@@ -1,4 +1,4 @@
-"""History of steps: a ring of their metrics that each step writes without a wait."""
+"""History of steps: a ring of their metrics that each step writes without synchronizing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class StepHistory:
         index = self._appended % len(self.rows)
         self._appended += 1
         values = (self._appended, loss, skipped, scale, norm, first, float(loss is not None))
-        row = torch.stack([self._number(nan if one is None else one) for one in values])
+        row = torch.stack([self._number(nan if value is None else value) for value in values])
         self.rows[index].copy_(row, non_blocking=self._is_pinned)
 
     def _number(self, value: torch.Tensor | float) -> torch.Tensor:

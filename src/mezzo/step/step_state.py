@@ -102,8 +102,8 @@ def load_run_state(components: StepComponents, state: dict[str, Any], accumulate
         checkpoint_checks.refuse_other_scheduler(scheduler, saved)
     scaler = () if components.scaler is None else (components.scaler,)
     with rolled_back_on_error((), (), (*scaler, *schedulers)):
-        for one in scaler:
-            one.load_state_dict(state["scaler"])
+        for own_scaler in scaler:
+            own_scaler.load_state_dict(state["scaler"])
         for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
     _load_gradients(components, None)
@@ -146,7 +146,7 @@ def _refuse_lost_optimizer_state(components: StepComponents, state: dict[str, An
     `torch.distributed.checkpoint` loads only entries that the state of the fresh step has too.
     """
     scales = (state["scaler"] or {}).get("mezzo_states", [{"good_steps": state["updates"]}])
-    if not any(one.get("good_steps") for one in scales):
+    if not any(scale.get("good_steps") for scale in scales):
         return
     for optimizer, saved in zip(components.optimizers, state["optimizers"], strict=True):
         algorithm = ALGORITHMS.get(algorithm_name(optimizer))
@@ -235,11 +235,11 @@ def _pair_nested(
             f"The state's {name} are not a list of {len(tensors)}. Create the step with the same"
             " models, optimizers and schedulers."
         )
-    for index, (one, value) in enumerate(zip(tensors, saved, strict=True)):
-        if isinstance(one, torch.Tensor):
-            yield f"{name}[{index}]", one, value
+    for index, (tensor, value) in enumerate(zip(tensors, saved, strict=True)):
+        if isinstance(tensor, torch.Tensor):
+            yield f"{name}[{index}]", tensor, value
         else:
-            yield from _pair_nested(f"{name}[{index}]", one, value)
+            yield from _pair_nested(f"{name}[{index}]", tensor, value)
 
 
 def _gradients(components: StepComponents) -> list[list[torch.Tensor | None]]:

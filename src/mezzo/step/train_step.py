@@ -17,21 +17,25 @@ from mezzo.prepare.arguments import Optimizer, Optimizers, inside_fabric, unwrap
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step import memory_format
-from mezzo.step.base import Step, check_accumulate, check_mean_over
+from mezzo.step.base import Step
 from mezzo.step.components import (
-    Capture,
-    Layout,
     PrecisionArgs,
-    Reduction,
     Scaler,
     Schedulers,
     StepComponents,
     prepare_components,
     restored_on_error,
 )
-from mezzo.step.executor import StepOptions
 from mezzo.step.input_kinds import MAX_GRAPHS, check_max_graphs
 from mezzo.step.inputs import Call, ModelArguments, call_model, closure_values, move_inputs
+from mezzo.step.options import (
+    Capture,
+    Layout,
+    Reduction,
+    StepOptions,
+    check_accumulate,
+    check_mean_over,
+)
 from mezzo.step.outputs import KeptOutputs, loss_of_output, split_loss
 from mezzo.step.padding import InputPadding, Padding
 
@@ -153,17 +157,11 @@ class TrainStep(Step):
         pad_to: Padding = None,
         **overrides: Any,
     ) -> None:
-        if loss_fn is not None and not callable(loss_fn):
-            name = type(loss_fn).__name__ if isinstance(loss_fn, Optimizer) else repr(loss_fn)
-            raise PolicyError(
-                f"loss_fn={name} cannot be called. Pass a function of the model's output and the"
-                " target, such as nn.CrossEntropyLoss(), or None if the model computes its loss:"
-                " TrainStep(model, optimizer=optimizer)."
-            )
+        _check_loss_fn(loss_fn)
         check_mean_over(mean_over)
         calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
-        layout = Layout.parse(channels_last)  # type: ignore[arg-type]
-        capture = Capture.parse(capture)  # type: ignore[arg-type]
+        layout = Layout.parse(channels_last)
+        capture = Capture.parse(capture)
         model = inside_fabric(model)
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Any = () if optimizer is None else optimizer
@@ -272,12 +270,12 @@ class TrainStep(Step):
 
     @property
     def outputs(self) -> Any:
-        """What the last call computed beside its loss, as detached copies that are yours.
+        """What the last call returned besides its loss, as detached copies.
 
         That is the `aux` of a loss function that returned `(loss, aux)`, or with `keep_outputs` the
         model's output; None if the loss function returned the loss alone. No later call overwrites
-        the copies. Plain values among them are those of the capture, if the step is captured. Does
-        not synchronize.
+        the copies. If the step is captured, plain values among them keep the values they had at the
+        capture. Does not synchronize.
         """
         if self.loss_fn is None and not self._keep_outputs:
             raise PolicyError(
@@ -327,6 +325,18 @@ class TrainStep(Step):
             _events.emit(
                 _events.LayoutChosen(bool(self._layout.channels_last), self._layout.reason)
             )
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    """Raise `PolicyError` for a loss function that cannot be called, such as an optimizer."""
+    if loss_fn is None or callable(loss_fn):
+        return
+    name = type(loss_fn).__name__ if isinstance(loss_fn, Optimizer) else repr(loss_fn)
+    raise PolicyError(
+        f"loss_fn={name} cannot be called. Pass a function of the model's output and the target,"
+        " such as nn.CrossEntropyLoss(), or None if the model computes its loss:"
+        " TrainStep(model, optimizer=optimizer)."
+    )
 
 
 def _needs_target(loss_fn: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Calls in the body of a user: `loss.backward()` is scaled, `optimizer.step()` is refused."""
+"""Calls in a user's body: `loss.backward()` is scaled, `optimizer.step()` is refused."""
 
 from __future__ import annotations
 

@@ -41,14 +41,14 @@ class Tensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         try:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, types, args, kwargs)
         except RuntimeError:
             # A network of torch's layers is on the CPU unless its program moves it.
             device = _network_device(args, kwargs)
             if device is None:
                 raise
         args, kwargs = _move_data((args, kwargs), device)
-        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # torch's own needs a new_empty() that returns this class, with or without functions of it.

@@ -44,7 +44,7 @@ _default_dtype = torch.float16
 """The 16-bit dtype that `amp.enabled = True` uses."""
 
 
-class autocast(autocast_all_devices):  # noqa: N801 - MegEngine's spelling
+class autocast(autocast_all_devices):
     """`megengine.amp.autocast`: autocast by MegEngine's op lists, as context manager or decorator.
 
     Differs from MegEngine: `enabled=False` disables an outer region inside this one.

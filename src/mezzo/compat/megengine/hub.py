@@ -63,7 +63,7 @@ def load(
     return made.to(default_device()) if isinstance(made, nn.Module) else made
 
 
-def list(  # noqa: A001 - MegEngine's name
+def list(
     repo_info: str | os.PathLike[str],
     git_host: str = "github.com",
     use_cache: bool = True,
@@ -79,7 +79,7 @@ def list(  # noqa: A001 - MegEngine's name
     ]
 
 
-def help(  # noqa: A001 - MegEngine's name
+def help(
     repo_info: str | os.PathLike[str],
     entry: str,
     git_host: str = "github.com",
@@ -121,7 +121,7 @@ def load_serialized_obj_from_url(url: str, model_dir: str | None = None) -> Any:
     return load_file(file)
 
 
-class pretrained:  # noqa: N801 - MegEngine's name
+class pretrained:
     """Decorator of an entry: with `pretrained=True` load the weights of a URL's local file.
 
     >>> @pretrained("https://example.org/weights.pkl")

@@ -105,7 +105,7 @@ class Block(nn.Module):
         self._request = request
         self._reset()
         self.eval()
-        self.register_load_state_dict_post_hook(_reset_after_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_reset_after_load)
 
     def _reset(self) -> None:
         """Forget the converted programs, which contain the parameters."""
@@ -119,7 +119,7 @@ class Block(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._reset()
-        applied: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        applied: Self = super()._apply(fn, recurse)
         return applied
 
     @property

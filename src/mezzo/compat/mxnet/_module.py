@@ -193,12 +193,12 @@ class Module:
         if len(data) != len(self._data_shapes):
             raise ValueError(
                 f"The batch has {len(data)} arrays of data for"
-                f" {[one.name for one in self._data_shapes]}. Pass one for each name."
+                f" {[shape.name for shape in self._data_shapes]}. Pass one for each name."
             )
         inputs = [self._place(value) for value in data]
         with torch.no_grad():
             if isinstance(self._network, SymbolModel):
-                names = [one.name for one in self._data_shapes]
+                names = [shape.name for shape in self._data_shapes]
                 result = self._network.run(dict(zip(names, inputs, strict=True)))
             else:
                 result = self._network(*inputs)
@@ -219,7 +219,7 @@ class Module:
                 break
             self.forward(batch)
             # The last batch of an iterator may be filled up.
-            outputs.append([one[: len(one) - (batch.pad or 0)] for one in self._outputs])
+            outputs.append([output[: len(output) - (batch.pad or 0)] for output in self._outputs])
         joined = [as_ndarray(torch.cat(parts)) for parts in zip(*outputs, strict=True)]
         return joined[0] if len(joined) == 1 else joined
 

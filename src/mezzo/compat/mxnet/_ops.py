@@ -21,9 +21,7 @@ Axis = int | Sequence[int] | None
 # Over all axes they give shape (1,), as in MXNet, whose programs read `loss.mean().asnumpy()[0]`.
 
 
-def sum(  # noqa: A001 - MXNet's name
-    data: Tensor, axis: Axis = None, keepdims: bool = False, exclude: bool = False
-) -> Tensor:
+def sum(data: Tensor, axis: Axis = None, keepdims: bool = False, exclude: bool = False) -> Tensor:
     """Sum over axes, or with `exclude` over the other axes."""
     total = torch.sum(data, _axes(data, axis, exclude), keepdim=keepdims)
     # torch's sum of integers is int64.
@@ -35,16 +33,12 @@ def mean(data: Tensor, axis: Axis = None, keepdims: bool = False, exclude: bool 
     return _at_least_1d(torch.mean(data, _axes(data, axis, exclude), keepdim=keepdims))
 
 
-def max(  # noqa: A001 - MXNet's name
-    data: Tensor, axis: Axis = None, keepdims: bool = False, exclude: bool = False
-) -> Tensor:
+def max(data: Tensor, axis: Axis = None, keepdims: bool = False, exclude: bool = False) -> Tensor:
     """Return the largest values, without their indices."""
     return _at_least_1d(torch.amax(data, _axes(data, axis, exclude), keepdim=keepdims))
 
 
-def min(  # noqa: A001 - MXNet's name
-    data: Tensor, axis: Axis = None, keepdims: bool = False, exclude: bool = False
-) -> Tensor:
+def min(data: Tensor, axis: Axis = None, keepdims: bool = False, exclude: bool = False) -> Tensor:
     """Return the smallest values, without their indices."""
     return _at_least_1d(torch.amin(data, _axes(data, axis, exclude), keepdim=keepdims))
 

@@ -62,7 +62,7 @@ def parse_shapes(shapes: Any, names: Sequence[str], what: str) -> list[DataDesc]
             f" [({(names or ['data'])[0]!r}, (1, 3, 224, 224))]."
         )
     descriptions = [_parse_shape(entry, what) for entry in shapes]
-    given = [one.name for one in descriptions]
+    given = [description.name for description in descriptions]
     if sorted(given) != sorted(names):
         message = (
             f"Data provided by {what}_shapes don't match names specified by {what}_names"

@@ -78,7 +78,7 @@ def arange(
     return as_ndarray(context.place(made.repeat_interleave(repeat)))
 
 
-def eye(N: int, M: int = 0, ctx: Context | None = None, dtype: Any = None) -> NDArray:  # noqa: N803
+def eye(N: int, M: int = 0, ctx: Context | None = None, dtype: Any = None) -> NDArray:
     """Return an identity matrix."""
     context = ctx or current_context()
     return as_ndarray(torch.eye(N, M or N, dtype=torch_dtype(dtype), device=context.device))
@@ -145,8 +145,8 @@ minimum = on_arrays(torch.minimum)
 zeros_like = on_arrays(torch.zeros_like)
 ones_like = on_arrays(torch.ones_like)
 diag = on_arrays(torch.diag)
-abs = on_arrays(torch.abs)  # noqa: A001 - MXNet's name
-round = on_arrays(torch.round)  # noqa: A001 - MXNet's name
+abs = on_arrays(torch.abs)
+round = on_arrays(torch.round)
 negative = on_arrays(torch.neg)
 identity = on_arrays(torch.clone)
 stop_gradient = BlockGrad = on_arrays(torch.detach)
@@ -199,9 +199,9 @@ greater = on_arrays(_ops.greater)
 greater_equal = on_arrays(_ops.greater_equal)
 lesser = on_arrays(_ops.lesser)
 lesser_equal = on_arrays(_ops.lesser_equal)
-sum = on_arrays(_ops.sum)  # noqa: A001 - MXNet's name
-max = on_arrays(_ops.max)  # noqa: A001 - MXNet's name
-min = on_arrays(_ops.min)  # noqa: A001 - MXNet's name
+sum = on_arrays(_ops.sum)
+max = on_arrays(_ops.max)
+min = on_arrays(_ops.min)
 Concat, Flatten, Reshape = concat, flatten, reshape
 
 # -- output layers

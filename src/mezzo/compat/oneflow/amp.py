@@ -22,7 +22,7 @@ _DEFAULT_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
 """Dtype of a region when none is passed."""
 
 
-class autocast(_autocast):  # noqa: N801 - OneFlow's spelling
+class autocast(_autocast):
     """`oneflow.autocast`: autocast by OneFlow's op lists.
 
     Ops of its white list run in 16 bits, those of its gray and clear lists if all their inputs are

@@ -8,7 +8,7 @@ that are not here.
 import torch as _torch
 from torch import (
     bfloat16,
-    bool,  # noqa: A004 - Paddle's name
+    bool,
     complex64,
     complex128,
     enable_grad,
@@ -28,6 +28,7 @@ from torch import (
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle import (
     _creation,
+    _manipulation,
     _math,
     amp,
     callbacks,
@@ -43,6 +44,7 @@ from mezzo.compat.paddle import (
 from mezzo.compat.paddle._creation import *  # noqa: F403 - its __all__
 from mezzo.compat.paddle._dtypes import parse_dtype
 from mezzo.compat.paddle._files import load, save
+from mezzo.compat.paddle._manipulation import *  # noqa: F403 - its __all__
 from mezzo.compat.paddle._math import *  # noqa: F403 - its __all__
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
 from mezzo.compat.paddle._tensor import Tensor, to_tensor
@@ -75,6 +77,7 @@ from mezzo.compat.paddle.static._program import disable_static, enable_static, i
 
 __all__ = [  # noqa: PLE0604 - strings
     *_creation.__all__,
+    *_manipulation.__all__,
     *_math.__all__,
     "CPUPlace",
     "CUDAPinnedPlace",

@@ -86,7 +86,7 @@ def _to_tensors(value: Any) -> Any:
     """Make tensors of the arrays in containers; Paddle saves single ones as (name, array)."""
     if isinstance(value, dict):
         return {name: _to_tensors(item) for name, item in value.items() if name != _NAMES}
-    if isinstance(value, tuple) and len(value) == 2 and hasattr(value[1], "__array__"):  # noqa: PLR2004
+    if isinstance(value, tuple) and len(value) == 2 and hasattr(value[1], "__array__"):
         value = value[1]
     if isinstance(value, list | tuple):
         return type(value)([_to_tensors(item) for item in value])

@@ -1,14 +1,14 @@
-"""Functions on tensors with Paddle's names and arguments, where torch's meaning agrees."""
+"""Arithmetic, reductions and gradients with Paddle's names and arguments, as in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mezzo.compat.paddle._dtypes import parse_dtype
-from mezzo.compat.paddle._tensor import as_tensor, copy_zero_sizes, split
+from mezzo.compat.paddle._tensor import as_tensor
 
 __all__ = [
     "all",
@@ -16,49 +16,26 @@ __all__ = [
     "argmax",
     "argmin",
     "argsort",
-    "broadcast_to",
     "cast",
-    "chunk",
     "clip",
-    "concat",
     "cumsum",
     "einsum",
-    "expand",
-    "flatten",
-    "gather",
     "grad",
-    "index_select",
-    "is_tensor",
     "logsumexp",
-    "masked_select",
     "matmul",
     "max",
     "mean",
     "min",
-    "nonzero",
     "norm",
     "numel",
     "pow",
     "prod",
-    "reshape",
     "scale",
-    "shape",
     "sort",
-    "split",
-    "squeeze",
-    "stack",
     "std",
     "sum",
-    "tile",
     "topk",
-    "transpose",
-    "tril",
-    "triu",
-    "unbind",
-    "unsqueeze",
-    "unstack",
     "var",
-    "where",
 ]
 
 Tensors = Any
@@ -145,7 +122,12 @@ def matmul(
     return torch.matmul(x.mT if transpose_x else x, y.mT if transpose_y else y)
 
 
-def pow(x: Tensors, y: Any, name: str | None = None) -> Any:  # noqa: A001 - Paddle's name
+def einsum(equation: str, *operands: Tensors) -> Any:
+    """Return an Einstein sum."""
+    return torch.einsum(equation, *operands)
+
+
+def pow(x: Tensors, y: Any, name: str | None = None) -> Any:
     """Return a power."""
     return torch.pow(x, y)
 
@@ -191,7 +173,7 @@ def mean(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None =
     return torch.mean(x, **_axes(axis, keepdim))
 
 
-def sum(  # noqa: A001 - Paddle's name
+def sum(
     x: Tensors, axis: Any = None, dtype: Any = None, keepdim: bool = False, name: str | None = None
 ) -> Any:
     """Return the sum."""
@@ -199,16 +181,12 @@ def sum(  # noqa: A001 - Paddle's name
     return torch.sum(x, **_axes(axis, keepdim), dtype=wanted)
 
 
-def max(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def max(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return the largest values, without their indices."""
     return torch.amax(x, **_axes(() if axis is None else axis, keepdim))
 
 
-def min(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def min(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return the smallest values, without their indices."""
     return torch.amin(x, **_axes(() if axis is None else axis, keepdim))
 
@@ -237,16 +215,12 @@ def var(
     return torch.var(x, **_axes(axis, keepdim), correction=int(unbiased))
 
 
-def all(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def all(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return whether all values are true."""
     return torch.all(x) if axis is None else torch.all(x, **_axes(axis, keepdim))
 
 
-def any(  # noqa: A001 - Paddle's name
-    x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None
-) -> Any:
+def any(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
     """Return whether a value is true."""
     return torch.any(x) if axis is None else torch.any(x, **_axes(axis, keepdim))
 
@@ -319,139 +293,7 @@ def numel(x: Tensors, name: str | None = None) -> Any:
     return as_tensor(torch.tensor(x.numel(), device=x.device))
 
 
-# -- shapes ----------------------------------------------------------------------------------------
-
-
-def shape(input: Tensors) -> Any:
-    """Return the sizes as an int32 tensor, as Paddle does."""
-    return as_tensor(torch.tensor(list(input.shape), dtype=torch.int32, device=input.device))
-
-
-def reshape(x: Tensors, shape: Any, name: str | None = None) -> Any:
-    """Return a tensor in another shape; -1 is computed, and 0 copies the size of that axis.
-
-    >>> reshape(torch.ones(2, 3, 4), [0, -1]).shape
-    torch.Size([2, 12])
-    """
-    return torch.reshape(x, copy_zero_sizes(x, [int(size) for size in shape]))
-
-
-def transpose(x: Tensors, perm: Sequence[int], name: str | None = None) -> Any:
-    """Permute all axes.
-
-    >>> transpose(torch.ones(2, 3, 4), perm=[1, 0, 2]).shape
-    torch.Size([3, 2, 4])
-    """
-    return torch.permute(x, tuple(perm))
-
-
-def flatten(x: Tensors, start_axis: int = 0, stop_axis: int = -1, name: str | None = None) -> Any:
-    """Flatten a range of axes."""
-    return torch.flatten(x, start_axis, stop_axis)
-
-
-def squeeze(x: Tensors, axis: Any = None, name: str | None = None) -> Any:
-    """Remove axes of size one."""
-    if axis is None:
-        return torch.squeeze(x)
-    return torch.squeeze(x, tuple(axis) if isinstance(axis, list | tuple) else axis)
-
-
-def unsqueeze(x: Tensors, axis: Any, name: str | None = None) -> Any:
-    """Insert axes of size one."""
-    for one in axis if isinstance(axis, list | tuple) else [axis]:
-        x = torch.unsqueeze(x, int(one))
-    return x
-
-
-def concat(x: Sequence[Tensors], axis: Any = 0, name: str | None = None) -> Any:
-    """Join tensors along an axis.
-
-    >>> concat([torch.ones(1, 2), torch.ones(1, 2)], axis=1).shape
-    torch.Size([1, 4])
-    """
-    return torch.cat(list(x), int(axis))
-
-
-def stack(x: Sequence[Tensors], axis: int = 0, name: str | None = None) -> Any:
-    """Join tensors along a new axis."""
-    return torch.stack(list(x), axis)
-
-
-def chunk(x: Tensors, chunks: int, axis: int = 0, name: str | None = None) -> Any:
-    """Split into a number of parts."""
-    return list(torch.chunk(x, chunks, axis))
-
-
-def unbind(input: Tensors, axis: int = 0) -> Any:
-    """Return the slices along an axis."""
-    return list(torch.unbind(input, axis))
-
-
-def unstack(x: Tensors, axis: int = 0, num: int | None = None) -> Any:
-    """Return the slices along an axis."""
-    return unbind(x, axis)
-
-
-def expand(x: Tensors, shape: Any, name: str | None = None) -> Any:
-    """Repeat axes of size one."""
-    return x.expand([int(size) for size in shape])
-
-
-broadcast_to = expand
-
-
-def tile(x: Tensors, repeat_times: Any, name: str | None = None) -> Any:
-    """Repeat a tensor along each axis."""
-    return torch.tile(x, tuple(int(times) for times in repeat_times))
-
-
-def tril(x: Tensors, diagonal: int = 0, name: str | None = None) -> Any:
-    """Return the lower triangle."""
-    return torch.tril(x, diagonal)
-
-
-def triu(x: Tensors, diagonal: int = 0, name: str | None = None) -> Any:
-    """Return the upper triangle."""
-    return torch.triu(x, diagonal)
-
-
-# -- selection -------------------------------------------------------------------------------------
-
-
-def gather(x: Tensors, index: Tensors, axis: Any = None, name: str | None = None) -> Any:
-    """Return slices along an axis by number; torch calls this `index_select`."""
-    return torch.index_select(x, int(axis or 0), index.reshape(-1))
-
-
-def index_select(x: Tensors, index: Tensors, axis: int = 0, name: str | None = None) -> Any:
-    """Return slices along an axis by number."""
-    return torch.index_select(x, axis, index)
-
-
-def masked_select(x: Tensors, mask: Tensors, name: str | None = None) -> Any:
-    """Return the values where a mask is true."""
-    return torch.masked_select(x, mask)
-
-
-def where(condition: Tensors, x: Any = None, y: Any = None, name: str | None = None) -> Any:
-    """Return values of x or y, or without them the indices where the condition is true."""
-    return torch.where(condition) if x is None else torch.where(condition, x, y)
-
-
-def nonzero(x: Tensors, as_tuple: bool = False) -> Any:
-    """Return the indices of values that are not zero."""
-    return torch.nonzero(x, as_tuple=True) if as_tuple else torch.nonzero(x)
-
-
-def einsum(equation: str, *operands: Tensors) -> Any:
-    """Return an Einstein sum."""
-    return torch.einsum(equation, *operands)
-
-
-def is_tensor(x: Any) -> bool:
-    """Return whether this is a tensor."""
-    return isinstance(x, torch.Tensor)
+# -- gradients -------------------------------------------------------------------------------------
 
 
 def grad(

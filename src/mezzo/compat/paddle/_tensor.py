@@ -66,7 +66,7 @@ class Tensor(torch.Tensor):
         if len(types) > 1 and not all(issubclass(cls, other) for other in types):
             return NotImplemented
         if torch.compiler.is_compiling():
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, types, args, kwargs or {})
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs) if kwargs else func(*args)
         kind = type(result)
@@ -121,7 +121,7 @@ class Tensor(torch.Tensor):
                 " trained. Compute the loss from a layer's output, outside paddle.no_grad(), or set"
                 " stop_gradient = False on what should get a gradient."
             )
-        super().backward(grad_tensor, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+        super().backward(grad_tensor, retain_graph, create_graph, inputs)
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Tensor(torch.Tensor):
         if num_or_sections is None or not has_torch_function((self,)):
             # Called by a function of torch, which means the size of a part.
             sizes = () if num_or_sections is None else (num_or_sections, axis)
-            return torch.Tensor.split(self, *sizes, **kwargs)  # type: ignore[no-untyped-call]
+            return torch.Tensor.split(self, *sizes, **kwargs)
         return split(self, num_or_sections, kwargs.get("dim", axis))
 
     def max(self, *args: Any, **kwargs: Any) -> Any:
@@ -365,7 +365,7 @@ def split(x: torch.Tensor, num_or_sections: Any, axis: int = 0) -> Any:
         sections = [int(section) for section in num_or_sections]
         if -1 in sections:
             sections[sections.index(-1)] = size - sum(sections) - 1
-    return list(torch.Tensor.split(x, sections, axis))  # type: ignore[no-untyped-call]
+    return list(torch.Tensor.split(x, sections, axis))
 
 
 def copy_zero_sizes(x: torch.Tensor, shape: list[Any]) -> list[Any]:

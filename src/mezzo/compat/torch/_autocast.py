@@ -52,7 +52,7 @@ def _dtype(passed: torch.dtype) -> torch.dtype | None:
     return passed if _policy is None or _policy.dtype is None else None
 
 
-class autocast(mezzo_autocast, torch_autocast, metaclass=EqualsTorch, counterpart=torch_autocast):  # noqa: N801
+class autocast(mezzo_autocast, torch_autocast, metaclass=EqualsTorch, counterpart=torch_autocast):
     """`torch.autocast`: the same arguments, strictness and attributes.
 
     >>> with autocast("cpu", dtype=torch.bfloat16):
@@ -146,7 +146,7 @@ def _rebuild(cls: type[autocast], attributes: dict[str, Any]) -> autocast:
     return instance
 
 
-class cuda_autocast(autocast, counterpart=torch.cuda.amp.autocast):  # noqa: N801
+class cuda_autocast(autocast, counterpart=torch.cuda.amp.autocast):
     """`torch.cuda.amp.autocast`, which torch deprecates."""
 
     def __init__(
@@ -156,7 +156,7 @@ class cuda_autocast(autocast, counterpart=torch.cuda.amp.autocast):  # noqa: N80
         super().__init__("cuda", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
-class cpu_autocast(autocast, counterpart=torch.cpu.amp.autocast):  # noqa: N801
+class cpu_autocast(autocast, counterpart=torch.cpu.amp.autocast):
     """`torch.cpu.amp.autocast`, which torch deprecates."""
 
     def __init__(

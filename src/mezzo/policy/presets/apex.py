@@ -141,7 +141,7 @@ _UNLISTED = Entry(Rule.KEEP, "Apex does not patch it: runs in the dtype of its i
 
 @cache
 # Apex supports only float16; its lists are used for bfloat16 as well.
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
+def lists(level: Level, dtype: torch.dtype) -> OpLists:
     """Return the functions that Apex patches at a level, as op lists."""
     require_level("apex", level, LEVELS)
     if level is not Level.O1:

@@ -120,7 +120,7 @@ _UNLISTED = Entry(Rule.KEEP, "MegEngine has no rule for it: runs in the dtype of
 
 @cache
 # MegEngine has the same rules for both dtypes.
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
+def lists(level: Level, dtype: torch.dtype) -> OpLists:
     """Return MegEngine's dtype rules as op lists."""
     require_level("megengine", level, LEVELS)
     entries = merge_disjoint(

@@ -173,7 +173,7 @@ _UNLISTED = Entry(Rule.FULL, "in none of OneFlow's lists: runs in float32")
 
 @cache
 # OneFlow has the same lists for both dtypes.
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
+def lists(level: Level, dtype: torch.dtype) -> OpLists:
     """Return OneFlow's op lists."""
     require_level("oneflow", level, LEVELS)
     entries = merge_disjoint(

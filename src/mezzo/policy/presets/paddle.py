@@ -266,7 +266,7 @@ _NORM_PARAMETERS = {
 
 @cache
 # The lists of the two dtypes differ only in ops without a counterpart.
-def lists(level: Level, dtype: torch.dtype) -> OpLists:  # noqa: ARG001
+def lists(level: Level, dtype: torch.dtype) -> OpLists:
     """Return Paddle's op lists at a level."""
     require_level("paddle", level, LEVELS)
     white = translate(Rule.HALF, _WHITE, NAMES)

@@ -273,7 +273,7 @@ def level_lists(level: Level, device: str) -> OpLists:
         case Level.O0:
             return OpLists({}, Entry(Rule.KEEP, "level O0: nothing is cast"))
     raise PolicyError(
-        f"The torch preset has no level {level!r}. {choices(one.value for one in Level)}"
+        f"The torch preset has no level {level!r}. {choices(level_.value for level_ in Level)}"
     )
 
 

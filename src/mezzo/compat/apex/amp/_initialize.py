@@ -24,7 +24,7 @@ from mezzo.compat.apex.amp._amp_state import (
 )
 from mezzo.compat.apex.amp._casts import Handle, deactivate_casts
 from mezzo.compat.apex.amp._scale_loss import LossScaler, attach_amp_stash
-from mezzo.optim.attach import adopt_half_parameters, bind_half_parameters
+from mezzo.optim.bind_optimizer import adopt_half_parameters, bind_half_parameters
 from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare import forward
 from mezzo.prepare.decorate import decorate

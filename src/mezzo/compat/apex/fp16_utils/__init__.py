@@ -145,7 +145,7 @@ class DynamicLossScaler(LossScaler):
         self.cur_scale, self._unskipped = state.scale, state.growth_tracker
 
 
-class tofp16(nn.Module):  # noqa: N801 - Apex's spelling
+class tofp16(nn.Module):
     """Cast the input to float16."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,14 @@ import torch
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.compat.apex.amp._amp_state import master_params
 from mezzo.compat.apex.amp._scale_loss import LossScaler
-from mezzo.optim.attach import bind_half_parameters
+from mezzo.optim.bind_optimizer import bind_half_parameters
 from mezzo.scaling.gradients import isolated_gradients, parameters
 from mezzo.scaling.scale_state import LARGEST
 
 _DYNAMIC_DEFAULTS = {"init_scale": 2.0**32, "scale_factor": 2.0, "scale_window": 1000}
 
 
-class FP16_Optimizer:  # noqa: N801 - Apex's spelling
+class FP16_Optimizer:
     """Wrap an optimizer of 16-bit parameters: float32 masters, static or dynamic loss scale.
 
     >>> model = torch.nn.Linear(2, 1).half()
@@ -71,7 +71,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's spelling
         if self.verbose:
             print(message)  # noqa: T201 - Apex prints it
 
-    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
         self._scaled = False

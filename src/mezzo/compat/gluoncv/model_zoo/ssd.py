@@ -254,7 +254,7 @@ def _symbol_names(features: _Features) -> dict[str, str]:
     counts: dict[tuple[str, str], int] = {}
     for path, module in features.base.named_modules():
         index = int(path.partition(".")[0] or 0)
-        stage = f"stage{index - 3}_" if index > 3 else ""  # noqa: PLR2004 - after the stem
+        stage = f"stage{index - 3}_" if index > 3 else ""
         kind = "conv" if isinstance(module, nn.Conv2d) else "batchnorm"
         if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
             number = counts.setdefault((stage, kind), 0)

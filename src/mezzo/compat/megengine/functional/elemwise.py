@@ -84,7 +84,7 @@ def _on_numbers(function: Function) -> Function:
     return call
 
 
-abs = _on_numbers(torch.abs)  # noqa: A001 - MegEngine's name, as those below
+abs = _on_numbers(torch.abs)
 acos = _on_numbers(torch.acos)
 acosh = _on_numbers(torch.acosh)
 add = _on_numbers(torch.add)
@@ -123,9 +123,9 @@ mod = _on_numbers(torch.remainder)
 mul = _on_numbers(torch.mul)
 neg = _on_numbers(torch.neg)
 not_equal = _on_numbers(torch.ne)
-pow = _on_numbers(torch.pow)  # noqa: A001
+pow = _on_numbers(torch.pow)
 right_shift = _on_numbers(torch.bitwise_right_shift)
-round = _on_numbers(torch.round)  # noqa: A001
+round = _on_numbers(torch.round)
 sign = _on_numbers(torch.sign)
 sin = _on_numbers(torch.sin)
 sinh = _on_numbers(torch.sinh)

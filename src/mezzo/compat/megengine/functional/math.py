@@ -29,7 +29,7 @@ __all__ = [
 Axis = int | Sequence[int] | None
 
 
-def sum(inp: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:  # noqa: A001
+def sum(inp: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
     """Return the sum of all elements, or over axes.
 
     >>> sum(torch.ones(2, 3), axis=1)
@@ -61,12 +61,12 @@ def std(inp: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.T
     return torch.std(inp.float(), _dims(inp, axis), correction=0, keepdim=keepdims)
 
 
-def max(inp: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:  # noqa: A001
+def max(inp: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
     """Return the largest element, or those over axes: the values alone, unlike `torch.max`."""
     return torch.amax(inp, _dims(inp, axis), keepdim=keepdims)
 
 
-def min(inp: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:  # noqa: A001
+def min(inp: torch.Tensor, axis: Axis = None, keepdims: bool = False) -> torch.Tensor:
     """Return the smallest element, or those over axes: the values alone, unlike `torch.min`."""
     return torch.amin(inp, _dims(inp, axis), keepdim=keepdims)
 

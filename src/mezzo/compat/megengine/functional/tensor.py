@@ -92,8 +92,8 @@ def linspace(
 
 
 def eye(
-    N: int,  # noqa: N803 - MegEngine's name
-    M: int | None = None,  # noqa: N803
+    N: int,
+    M: int | None = None,
     *,
     dtype: Any = "float32",
     device: str | None = None,

@@ -56,7 +56,7 @@ def output_with_gradient(
     """
     global _has_output_layers
     _has_output_layers = True
-    result: torch.Tensor = _OutputWithGradient.apply(data, output, gradient, times_incoming)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _OutputWithGradient.apply(data, output, gradient, times_incoming)
     return result
 
 

@@ -175,7 +175,7 @@ class HybridBlock(Block):
             return result
         return map_tensors(result, as_tensor)
 
-    def hybrid_forward(self, F: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N803 - gluon's
+    def hybrid_forward(self, F: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs; subclasses override this or `forward`."""
         raise NotImplementedError(
             f"{type(self).__name__} has no forward(x) and no hybrid_forward(F, x). Define one."

@@ -131,8 +131,8 @@ for _name in ("sub", "div", "mod", "power"):
 @register("add_n ElementWiseSum _sparse_add_n")
 def _add_n(*args: Tensor) -> Tensor:
     result = args[0]
-    for one in args[1:]:
-        result = result + one
+    for arg in args[1:]:
+        result = result + arg
     return result
 
 
@@ -175,9 +175,9 @@ def _amp_cast(data: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 @register("amp_multicast", outputs=lambda attributes: int(attributes["num_outputs"]))
 def _amp_multicast(*data: Tensor, num_outputs: int, cast_narrow: bool = False) -> list[Tensor]:
-    dtypes = [one.dtype for one in data[:num_outputs] if one.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in data[:num_outputs] if tensor.is_floating_point()]
     if not dtypes:
         return list(data)
     choose = min if cast_narrow else max
-    dtype = choose(dtypes, key=lambda one: one.itemsize)
-    return [_cast_floating(one, dtype) for one in data]
+    dtype = choose(dtypes, key=lambda tensor: tensor.itemsize)
+    return [_cast_floating(tensor, dtype) for tensor in data]

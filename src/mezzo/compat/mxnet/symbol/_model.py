@@ -150,7 +150,7 @@ class SymbolModel(nn.Module):
         """Run the graph on inputs by position or by name; return its output or a list of them."""
         inputs = {**self._by_name(data), **named}
         values = self.run({name: _to_tensor(one) for name, one in inputs.items()})
-        arrays = any(isinstance(one, NDArray) for one in inputs.values())
+        arrays = any(isinstance(input_, NDArray) for input_ in inputs.values())
         outputs = [as_ndarray(value) for value in values] if arrays else values
         return outputs[0] if len(outputs) == 1 else outputs
 

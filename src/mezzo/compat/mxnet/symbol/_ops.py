@@ -214,19 +214,23 @@ def register(
 
     def add(run: Run) -> Run:
         parameters = inspect.signature(run).parameters.values()
-        inputs = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        inputs = [
+            parameter
+            for parameter in parameters
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
         attributes = {
-            one.name: (one.annotation, one.default)
-            for one in parameters
-            if one.kind is one.KEYWORD_ONLY
+            parameter.name: (parameter.annotation, parameter.default)
+            for parameter in parameters
+            if parameter.kind is parameter.KEYWORD_ONLY
         }
         name, *aliases = names.split()
         op = Op(
             name,
             run,
-            tuple(one.name for one in inputs),
-            variadic=any(one.kind is one.VAR_POSITIONAL for one in parameters),
-            optional=sum(one.default is not _NO_DEFAULT for one in inputs),
+            tuple(input_.name for input_ in inputs),
+            variadic=any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters),
+            optional=sum(input_.default is not _NO_DEFAULT for input_ in inputs),
             takes_mode=attributes.pop("training", None) is not None,
             attributes=attributes,
             allowed=allowed or {},

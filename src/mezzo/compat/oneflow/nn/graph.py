@@ -203,7 +203,7 @@ class Graph:
         """Return the graph's settings and modules; after the first call its inputs and outputs."""
         lines = [f"(CONFIG:config:{self.config!r}, training={self.training})"]
         lines += [f"(OPTIMIZER:{type(optimizer).__name__})" for optimizer in self._optimizers]
-        lines += [f"(LR_SCHEDULER:{type(one).__name__})" for one in self._schedulers]
+        lines += [f"(LR_SCHEDULER:{type(scheduler).__name__})" for scheduler in self._schedulers]
         if self._scaler_settings is not None:
             lines.append(f"(SCALER:{self._scaler_settings!r})")
         lines += [f"(INPUT:{described})" for described in self._inputs]

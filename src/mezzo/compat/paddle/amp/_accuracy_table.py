@@ -100,44 +100,48 @@ def read_log(path: Path) -> list[LoggedTensor]:
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
     parsed = (LoggedTensor.parse(line) for line in lines)
-    return [one for one in parsed if one is not None]
+    return [tensor for tensor in parsed if tensor is not None]
 
 
 def merge(
     full: Sequence[LoggedTensor], half: Sequence[LoggedTensor]
 ) -> list[tuple[str, LoggedTensor | None, LoggedTensor | None]]:
     """Pair the tensors of two logs by op, name and how often that has occurred before."""
-    keyed = {_key(one, number): one for one, number in _numbered(full)}
+    keyed = {_key(tensor, number): tensor for tensor, number in _numbered(full)}
     pairs: list[tuple[str, LoggedTensor | None, LoggedTensor | None]] = []
-    for one, number in _numbered(half or full):
-        match = keyed.get(_key(one, number))
-        pairs.append((f"{one.name}#{number}", match, one if half else None))
+    for tensor, number in _numbered(half or full):
+        match = keyed.get(_key(tensor, number))
+        pairs.append((f"{tensor.name}#{number}", match, tensor if half else None))
     return pairs
 
 
 def _numbered(tensors: Iterable[LoggedTensor]) -> list[tuple[LoggedTensor, int]]:
     seen: Counter[str] = Counter()
     numbered = []
-    for one in tensors:
-        key = _key(one, 0)
-        numbered.append((one, seen[key]))
+    for tensor in tensors:
+        key = _key(tensor, 0)
+        numbered.append((tensor, seen[key]))
         seen[key] += 1
     return numbered
 
 
-def _key(one: LoggedTensor, number: int) -> str:
-    name = one.name.replace(".cast_fp16", "").replace(".cast_fp32", "")
-    return f"{one.op}/{name}#{number}"
+def _key(tensor: LoggedTensor, number: int) -> str:
+    name = tensor.name.replace(".cast_fp16", "").replace(".cast_fp32", "")
+    return f"{tensor.op}/{name}#{number}"
 
 
 def _row(name: str, full: LoggedTensor | None, half: LoggedTensor | None) -> list[Cell]:
-    known = half or full
-    if known is None:
+    present = half or full
+    if present is None:
         return []
-    infinite = any(one.is_infinite for one in (full, half) if one is not None)
-    row: list[Cell] = [known.op, name, known.numel, int(infinite)]
-    for one in (full, half):
-        values = (one.dtype, one.max, one.min, one.mean, one.zero) if one else ("--",) * 5
+    infinite = any(tensor.is_infinite for tensor in (full, half) if tensor is not None)
+    row: list[Cell] = [present.op, name, present.numel, int(infinite)]
+    for tensor in (full, half):
+        values = (
+            (tensor.dtype, tensor.max, tensor.min, tensor.mean, tensor.zero)
+            if tensor
+            else ("--",) * 5
+        )
         row += values
     row += (half.inf, half.nan) if half else ("--",) * 2
     for field in ("max", "min", "mean"):

@@ -36,7 +36,7 @@ _logged_names: set[str] = set()
 """Names without effect that are in the log already."""
 
 
-class auto_cast:  # noqa: N801 - Paddle's spelling
+class auto_cast:
     """`paddle.amp.auto_cast`: run ops by Paddle's op lists; a context manager and a decorator.
 
     `O1` and `O2` run ops of the white list in 16 bits, ops of the black list in float32, and any

@@ -260,9 +260,9 @@ def _undo_earlier(models: list[nn.Module], optimizers: list[torch.optim.Optimize
     """
     decorations = {found for model in models if (found := decoration_of(model)) is not None}
     for decoration in decorations:
-        if all(any(one is other for other in optimizers) for one in decoration.optimizers) and all(
-            any(one is other for other in models) for one in decoration.models
-        ):
+        if all(
+            any(optimizer is other for other in optimizers) for optimizer in decoration.optimizers
+        ) and all(any(model is other for other in models) for model in decoration.models):
             decoration.undo()
 
 

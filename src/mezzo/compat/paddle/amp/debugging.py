@@ -18,7 +18,7 @@ from mezzo.compat.paddle.amp._accuracy_table import write_comparison
 from mezzo.compat.paddle.amp._op_names import name_of_aten, op_names
 from mezzo.compat.paddle.amp._tensor_stats import TensorStats
 from mezzo.observing.check_numerics import NumericsCheck
-from mezzo.observing.checked_ops import CheckedOp, OpFilter, call_with_gradients
+from mezzo.observing.checking_mode import CheckedOp, OpFilter, call_with_gradients
 from mezzo.observing.nonfinite import NonFiniteOp, TensorRange
 from mezzo.observing.op_places import PlaceTracker
 from mezzo.observing.op_stats import OpStats
@@ -152,7 +152,7 @@ class TensorCheckerConfig:
         self.start_step: int | None = None
         self.end_step: int | None = None
         if debug_step is not None:
-            start, end = debug_step if len(debug_step) == 2 else (0, 0)  # noqa: PLR2004 - a pair
+            start, end = debug_step if len(debug_step) == 2 else (0, 0)
             if end <= start:
                 raise AssertionError(
                     f"debug_step={debug_step!r} is no pair of steps, the first below the second."

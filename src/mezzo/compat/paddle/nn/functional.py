@@ -353,9 +353,9 @@ def cross_entropy(
     1.3862943649291992
     """
     has_class_axis = label.dim() == input.dim()
-    logits = input.movedim(axis, 1) if input.dim() > 2 else input  # noqa: PLR2004 - (N, C)
+    logits = input.movedim(axis, 1) if input.dim() > 2 else input
     if soft_label:
-        target = label.movedim(axis, 1) if label.dim() > 2 else label  # noqa: PLR2004
+        target = label.movedim(axis, 1) if label.dim() > 2 else label
     else:
         target = (label.squeeze(axis) if has_class_axis else label).long()
     options: dict[str, Any] = {"weight": weight, "reduction": reduction}

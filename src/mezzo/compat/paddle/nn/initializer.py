@@ -186,12 +186,10 @@ class ParamAttr:
 
 def _fans(shape: Sequence[int]) -> tuple[int, int]:
     """Return the fan in and out of a weight: (in, out), or (out, in, *kernel) of a convolution."""
-    if len(shape) < 2:  # noqa: PLR2004 - a vector has one size
+    if len(shape) < 2:
         return (shape[0], shape[0]) if shape else (1, 1)
     field = prod(shape[2:])
-    return (
-        (shape[0], shape[1]) if len(shape) == 2 else (shape[1] * field, shape[0] * field)  # noqa: PLR2004
-    )
+    return (shape[0], shape[1]) if len(shape) == 2 else (shape[1] * field, shape[0] * field)
 
 
 def _fan_sum(tensor: torch.Tensor, fan_in: float | None, fan_out: float | None) -> float:

@@ -224,8 +224,14 @@ class Lamb(Optimizer, mezzo.LAMB):
     ) -> None:
         params = parse_parameters(parameters, learning_rate)
         if exclude_from_weight_decay_fn is not None:
-            without_decay = [one for one in params if exclude_from_weight_decay_fn(one)]
-            with_decay = [one for one in params if not any(one is other for other in without_decay)]
+            without_decay = [
+                parameter for parameter in params if exclude_from_weight_decay_fn(parameter)
+            ]
+            with_decay = [
+                parameter
+                for parameter in params
+                if not any(parameter is other for other in without_decay)
+            ]
             groups: list[dict[str, Any]] = [
                 {"params": with_decay},
                 {"params": without_decay, "weight_decay": 0.0},

@@ -12,7 +12,7 @@ from mezzo.compat.paddle.amp._decorate import register_optimizer
 from mezzo.compat.paddle.nn._clip import Clip, clip_before_step, shared_clip_norm
 from mezzo.compat.paddle.static._program import Variable
 from mezzo.compat.paddle.static._training import Precision, attach_trainer
-from mezzo.optim.attach import bind_half_parameters
+from mezzo.optim.bind_optimizer import bind_half_parameters
 from mezzo.policy.types import Master
 from mezzo.scaling.gradients import parameters
 

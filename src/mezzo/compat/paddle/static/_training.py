@@ -106,7 +106,7 @@ class Precision:
                 or (self.guarded and not node.guarded)
                 or _is_full(policy, node.function)
             ):
-                tensors += [one for one in node.tensors() if not isinstance(one, Variable)]
+                tensors += [tensor for tensor in node.tensors() if not isinstance(tensor, Variable)]
         return tensors
 
 

@@ -126,7 +126,7 @@ def _read_idx(path: Path, magic: int, sample: tuple[int, ...]) -> Any:
 
 def _to_pil(image: Any) -> Any:
     try:
-        from PIL import Image  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+        from PIL import Image  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(
             "backend='pil' needs the package Pillow. Install it, or leave backend out for arrays."

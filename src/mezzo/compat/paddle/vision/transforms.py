@@ -169,7 +169,7 @@ def _to_array(value: Any) -> Any:
 def _with_channels(img: Any) -> Any:
     """Return an image as an array with a channel axis."""
     image = _to_array(img)
-    return image[..., None] if image.ndim == 2 else image  # noqa: PLR2004 - (H, W)
+    return image[..., None] if image.ndim == 2 else image
 
 
 def _per_channel(value: Any, ndim: int, axis: int) -> Any:

@@ -52,7 +52,8 @@ def bind_optimizer(
     """Make `optimizer.step()` update master weights, by a step on the device where there is one.
 
     `takes_scale` declares, by torch's protocol, that the step unscales gradients itself. Libraries
-    refuse to clip the gradients of such an optimizer, which is not wanted where nothing is scaled.
+    refuse to clip the gradients of such an optimizer, so that it is not declared where nothing is
+    scaled.
     """
     refuse_wrapper(optimizer)
     binding_class = _binding_class(optimizer, masters)
@@ -83,7 +84,8 @@ def _binding_class(
     if algorithm in ALGORITHMS:
         return FusedBinding
     if masters.format.master is Master.STOCHASTIC:
-        # Drawn for each parameter: only the kernel of the fused step does that on the device.
+        # Stochastic rounding draws numbers for each parameter: on the device only the fused step
+        # can.
         return OptimizerBinding
     if algorithm is torch.optim.Muon:
         return MuonBinding
@@ -99,7 +101,7 @@ def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
     if not inner:
         return
     # In nested wrappers only the innermost optimizers update parameters.
-    paths = [path for path, one in inner.items() if not inner_optimizers(one)]
+    paths = [path for path, wrapped in inner.items() if not inner_optimizers(wrapped)]
     found = " and ".join(f"{path} ({type(inner[path]).__name__})" for path in paths)
     raise UnsupportedError(
         f"{type(optimizer).__name__} steps another optimizer, {found}, which would update the"
@@ -166,7 +168,7 @@ def adopt_half_parameters(optimizer: torch.optim.Optimizer, masters: MasterWeigh
 def cast_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     """Cast the 16-bit states of a parameter to float32, in which it is updated from now on.
 
-    Steps that were taken before made them, and some optimizers create states in `__init__`.
+    Earlier steps may have created them, or the optimizer's `__init__`.
     """
     state = optimizer.state.get(parameter, {})
     state.update(

@@ -1,4 +1,4 @@
-"""Give every op that runs, and that a filter allows, to a recorder which judges its values."""
+"""Dispatch mode that passes ops which a filter allows to a recorder that checks their values."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ class CheckedOp(NamedTuple):
         Minus infinity masks logits, and tensors without dimensions are constants.
         """
         found = [
-            one.isnan().any() | one.isposinf().any()
-            for one in self.unknown
-            if one.device == self.unknown[0].device
+            tensor.isnan().any() | tensor.isposinf().any()
+            for tensor in self.unknown
+            if tensor.device == self.unknown[0].device
         ]
         return torch.stack(found).any() if found else None
 
 
 class Recorder(Protocol):
-    """Is called for each op that is checked."""
+    """Receives each op that is checked."""
 
     def start_step(self, step: int) -> None:
         """Begin a step."""
@@ -109,14 +109,14 @@ class CheckingMode(TorchDispatchMode):
     """Gives ops to a recorder while it is active."""
 
     def __init__(self, tracker: PlaceTracker, chosen: OpFilter, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._is_on = True
         self._tracker, self._filter, self._recorder = tracker, chosen, recorder
         self._known: WeakSet[Any] = WeakSet()
         """Storages that checked ops have read or written."""
 
     def switch(self, *, is_on: bool) -> None:
-        """Give ops to the recorder from now on, or do not."""
+        """Start or stop passing ops to the recorder."""
         self._is_on = is_on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,17 +129,21 @@ class CheckingMode(TorchDispatchMode):
             return func(*args, **kwargs)
         leaves = leaves_of((*args, *kwargs.values()))
         inputs = _checkable(leaves)
-        unknown = [one for one in inputs if one.dim() and one.untyped_storage() not in self._known]
+        unknown = [
+            input_
+            for input_ in inputs
+            if input_.dim() and input_.untyped_storage() not in self._known
+        ]
         writes = func._schema.is_mutable
         before = _flags(inputs) if writes and inputs else None
-        fills = any(isinstance(one, float) and not math.isfinite(one) for one in leaves)
+        fills = any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves)
         ranges = self._recorder.ranges(inputs) if writes else ()
         result = func(*args, **kwargs)
         outputs = _checkable(leaves_of((result,)))
         outputs = outputs or (inputs if writes else [])
-        self._known.update(one.untyped_storage() for one in (*inputs, *outputs))
+        self._known.update(tensor.untyped_storage() for tensor in (*inputs, *outputs))
         if aten.startswith("_scaled_dot_product_") and not place.backward:
-            # The logarithms of sums beside it are minus infinity in masked rows.
+            # The logarithms of sums that it also returns are minus infinity in masked rows.
             outputs = outputs[:1]
         if outputs and not aten.startswith(("empty", "new_empty")):
             unknown = [] if writes else unknown
@@ -175,8 +179,8 @@ def call_with_gradients(node: Any, function: Callable[[list[Tensor]], None]) -> 
 def call_after(node: Any, report: Callable[[Any], None]) -> None:
     """Call a function after the node that runs now, with whether its gradients are non-finite.
 
-    Formulas of gradients compute infinite values that they leave out of the result: that of the
-    norm of zeros divides by zero.
+    Formulas of gradients may compute infinite values that do not reach the result: that of the norm
+    of zeros divides by zero.
     """
 
     def check(gradients: list[Tensor]) -> None:
@@ -190,12 +194,12 @@ def call_after(node: Any, report: Callable[[Any], None]) -> None:
 
 
 def _flags(tensors: list[Tensor]) -> _Flags:
-    values = [one.detach() for one in tensors]
+    values = [tensor.detach() for tensor in tensors]
     nan, inf = values[0].isnan().any(), values[0].isinf().any()
-    for one in values[1:]:
-        # Optimizers pass steps on the host beside parameters on a device.
-        if one.device == nan.device:
-            nan, inf = nan | one.isnan().any(), inf | one.isinf().any()
+    for value in values[1:]:
+        # Optimizers pass steps on the host along with parameters on a device.
+        if value.device == nan.device:
+            nan, inf = nan | value.isnan().any(), inf | value.isinf().any()
     return _Flags(nan, inf)
 
 
@@ -209,8 +213,8 @@ def _checkable(values: Iterable[Any]) -> list[Tensor]:
 
     Whether whole ones are finite would be a collective, in ops that other ranks do not check.
     """
-    shards = (local(one) if isinstance(one, Tensor) else one for one in values)
-    return [one for one in shards if _is_checkable(one)]
+    shards = (local(value) if isinstance(value, Tensor) else value for value in values)
+    return [shard for shard in shards if _is_checkable(shard)]
 
 
 def _is_checkable(value: Any) -> bool:

@@ -79,7 +79,8 @@ class Comparison:
     def worst(self) -> float:
         """The largest relative error of an output; infinite if an output has non-finite values."""
         return max(
-            (float("inf") if one.nonfinite else one.relative for one in self.outputs), default=0.0
+            (float("inf") if output.nonfinite else output.relative for output in self.outputs),
+            default=0.0,
         )
 
     def __str__(self) -> str:
@@ -95,15 +96,15 @@ class Comparison:
 def _table(heading: Sequence[str], errors: Sequence[TensorError]) -> list[str]:
     cells = [
         (
-            one.name,
-            one.dtype,
-            f"{one.relative:.1e}",
-            f"{one.largest:.1e}",
-            str(one.nonfinite),
-            one.op,
-            one.where,
+            error.name,
+            error.dtype,
+            f"{error.relative:.1e}",
+            f"{error.largest:.1e}",
+            str(error.nonfinite),
+            error.op,
+            error.where,
         )[: len(heading)]
-        for one in errors
+        for error in errors
     ]
     widths = [max(len(row[column]) for row in (heading, *cells)) for column in range(len(heading))]
     # Columns 2 to 4 are numbers and are aligned to the right.
@@ -149,20 +150,21 @@ def tensor_error(
         return TensorError(
             name, dtype, differ / max(expected.numel(), 1), float(differ > 0), 0, **where
         )
-    wide = (
+    wide_dtype = (
         torch.promote_types(expected.dtype, torch.float32)
         if expected.dtype.itemsize > 1
         else torch.float32
     )
-    expected, found = expected.to(wide), found.to(wide)
+    expected, found = expected.to(wide_dtype), found.to(wide_dtype)
     lost = expected.isfinite() & ~found.isfinite()
     # Values that are infinite in both, as in a mask, are no error.
     counted = expected.isfinite() & ~lost
     reference = torch.where(counted, expected, 0)
     difference = torch.where(counted, found, 0) - reference
-    norm_dtype = torch.complex128 if wide.is_complex else torch.float64
+    norm_dtype = torch.complex128 if wide_dtype.is_complex else torch.float64
     size, scale = (
-        float(torch.linalg.vector_norm(one, dtype=norm_dtype)) for one in (difference, reference)
+        float(torch.linalg.vector_norm(tensor, dtype=norm_dtype))
+        for tensor in (difference, reference)
     )
     relative = size / scale if scale else float("inf") if size else 0.0
     largest = float(difference.abs().max()) if difference.numel() else 0.0
@@ -209,7 +211,7 @@ class _NodeRunner:
         self._interpreter.env = {}
         # Weights can be large and are not copied: an inference graph only reads them.
         copies = _with_cloned_tensors(
-            [None if isinstance(one, nn.Parameter) else one for one in flat]
+            [None if isinstance(value, nn.Parameter) else value for value in flat]
         )
         self._interpreter.args_iter = iter(
             [one if copy is None else copy for one, copy in zip(flat, copies, strict=True)]
@@ -247,7 +249,7 @@ def _computes(node: Node) -> bool:
         return _computes(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
-    alias = [one.alias_info for one in node.target._schema.returns]
+    alias = [returned.alias_info for returned in node.target._schema.returns]
     return not alias or alias[0] is None or alias[0].is_write
 
 
@@ -281,18 +283,18 @@ def _output_errors(expected: Any, found: Any) -> tuple[TensorError, ...]:
             " Compare it with the model that was converted."
         )
     pairs = [
-        (name, one, other)
-        for (name, one), (_, other) in zip(left, right, strict=True)
-        if isinstance(other, torch.Tensor)
+        (name, reference, output)
+        for (name, reference), (_, output) in zip(left, right, strict=True)
+        if isinstance(output, torch.Tensor)
     ]
-    for name, one, other in pairs:
-        if not isinstance(one, torch.Tensor) or one.shape != other.shape:
+    for name, reference, output in pairs:
+        if not isinstance(reference, torch.Tensor) or reference.shape != output.shape:
             raise ConversionError(
-                f"The output {name!r} has shape {tuple(other.shape)}, and in the reference"
-                f" {tuple(getattr(one, 'shape', ()))}. Compare it with the model that was"
+                f"The output {name!r} has shape {tuple(output.shape)}, and in the reference"
+                f" {tuple(getattr(reference, 'shape', ()))}. Compare it with the model that was"
                 " converted."
             )
-    return tuple(tensor_error(one, other, name) for name, one, other in pairs)
+    return tuple(tensor_error(reference, output, name) for name, reference, output in pairs)
 
 
 def _names(leaves: list[tuple[str, Any]]) -> str:

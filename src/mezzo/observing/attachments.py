@@ -35,9 +35,9 @@ class Listener(Protocol):
         """Begin a step, before its forward pass; return whether it is sampled."""
 
     def end(self, number: int) -> int:
-        """End a step, after its update; return the next one that the run has to see.
+        """End a step after its update; return the number of the next one that the run has to see.
 
-        It need not see the steps between: their rows are in the history.
+        The history has the rows of the steps between.
         """
 
     def fail(self) -> None:
@@ -95,8 +95,10 @@ class Attachment:
             torch.accelerator.synchronize(self.device)
 
     def _count_gradients(self, scaler: Scaler | None) -> None:
-        trained = [one for optimizer in self.optimizers for one in parameters(optimizer)]
-        trained = [one for one in trained if one.device == self.device]
+        trained = [
+            parameter for optimizer in self.optimizers for parameter in parameters(optimizer)
+        ]
+        trained = [parameter for parameter in trained if parameter.device == self.device]
         if scaler is None or not observed_scaler.is_enabled(scaler) or not trained:
             return
         if observed_scaler.is_counted(scaler):
@@ -295,6 +297,6 @@ class _Wrapper:
 
 
 def _device_of(models: list[nn.Module], optimizers: list[Optimizer]) -> torch.device:
-    tensors = [one for optimizer in optimizers for one in parameters(optimizer)]
-    tensors += [one for model in models for one in (*model.parameters(), *model.buffers())]
-    return next((one.device for one in tensors), torch.device("cpu"))
+    tensors = [parameter for optimizer in optimizers for parameter in parameters(optimizer)]
+    tensors += [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

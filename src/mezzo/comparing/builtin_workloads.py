@@ -241,7 +241,7 @@ def _small_resnet50(classes: int | None, stages: int) -> ResNet:
 
 
 def _width(width: int) -> str:
-    return "" if width == 64 else f" of width {width}"  # noqa: PLR2004 - that of ResNets
+    return "" if width == 64 else f" of width {width}"
 
 
 def _sgd(

@@ -1,4 +1,4 @@
-"""Rows of op statistics, and the table that a person reads."""
+"""Rows of op statistics, and how to print them as a table."""
 
 from __future__ import annotations
 

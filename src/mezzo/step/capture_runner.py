@@ -1,9 +1,7 @@
-"""Warm the calls of a step up, capture them as CUDA graphs and replay them."""
+"""Warm up the calls of a step, capture them as CUDA graphs and replay them."""
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from collections.abc import Hashable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,41 +11,26 @@ import torch
 from mezzo import _events
 from mezzo._torch import dispatch_mode_count, reset_fsdp, shards
 from mezzo.parallel.process_groups import drop_before_shutdown
-from mezzo.policy.decide import user_stack_level
 from mezzo.scaling import capture
 from mezzo.scaling.mesh import any_sharded
 from mezzo.scaling.step_result import first_nonfinite
-from mezzo.step.capture_obstacles import warn_many_kinds, warn_not_captured
+from mezzo.step.capture_obstacles import (
+    kept_graph_hint,
+    warn_many_kinds,
+    warn_not_captured,
+    warn_replay_disagreed,
+)
 from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
-from mezzo.step.components import Capture
-from mezzo.step.cuda_graph import CaptureFailed, keeps_autograd_graph, release_frames
-from mezzo.step.executor import AccumulationPhase, StepExecutor
+from mezzo.step.cuda_graph import CaptureFailed, release_frames
+from mezzo.step.executor import StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
 from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
 from mezzo.step.module_buffers import module_modes
+from mezzo.step.options import AccumulationPhase, Capture
 from mezzo.step.rank_agreement import CallState, shared_calls
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.stall_check import StallCheck
-
-_WARM_UP = 3
-"""Real calls before the first capture, which create optimizer states, tables and compiled kernels.
-One of them at least has the inputs that are captured: inputs that are seen once are not."""
-_WRAPPED_WARM_UP = 11
-"""The same for DistributedDataParallel, which arranges its buckets and times ten calls first."""
-
-
-_KEPT_GRAPH = (
-    ". An output or a loss of the model that was computed before is still in memory, and its"
-    " autograd graph belongs to another stream. Delete it before the first steps, or compute it"
-    " under torch.no_grad()"
-)
-
-
-class _NumberedModes(NamedTuple):
-    """Modes of modules and parameters, with a small number that is fast to hash."""
-
-    modes: Hashable
-    number: int
+from mezzo.step.warm_up import WarmUp
 
 
 class _CallInputs(NamedTuple):
@@ -76,8 +59,8 @@ class CaptureRunner:
         self._is_sharded = any_sharded(self._parameters)
         self._graphs = StepGraphs(executor)
         self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
-        """Agrees with the other ranks about each call; None if there are none."""
-        self._warm_up_length = _WRAPPED_WARM_UP if components.replicas else _WARM_UP
+        """Agrees with the other ranks about each call; None if this process trains alone."""
+        self._warm_up = WarmUp(executor)
         self._has_reducers = not components.replicas
         """Whether wrappers reduce gradients on the capture stream."""
         self._are_ready = False
@@ -86,10 +69,6 @@ class CaptureRunner:
         """Whether graphs were dropped since the last agreement."""
         self._schedule_tables: tuple[int, ...] = ()
         self._inputs: InputKinds[CapturedStep] = InputKinds(executor.options.max_graphs)
-        self._mode_numbers: dict[Hashable, int] = {}
-        self._current = _NumberedModes(None, 0)
-        self._warm_up_calls: Counter[Hashable] = Counter()
-        """Calls so far by modes and phase, of all kinds of inputs."""
         self._attempt = Attempt()
         """How calls are captured: the last attempt that did not fail, or the next one to try."""
         self._stall_check = StallCheck(executor)
@@ -148,7 +127,7 @@ class CaptureRunner:
         self._check_recapture_key(phase)
         if self._shared is not None:
             own = sum(leaf.nbytes for leaf in leaves)
-            is_ready = key is not None and self._is_ready(phase, modes)
+            is_ready = key is not None and self._warm_up.is_ready(phase)
             agreed = self._shared.agree(CallState(key, own, is_ready, self._has_dropped))
             if agreed.drops:
                 self.drop_graphs()
@@ -160,20 +139,18 @@ class CaptureRunner:
         return self._inputs.use(key, leaves, size)
 
     def _number(self, modes: Hashable) -> int:
-        """Return a small number for these modes, which rarely change between calls."""
-        if modes != self._current.modes:
-            number = self._mode_numbers.setdefault(modes, len(self._mode_numbers))
-            self._current = _NumberedModes(modes, number)
-            if self._executor.static_gradients.exist:
-                # Other parameters may get gradients now: backward passes allocate them again.
-                self.drop_graphs()
-        return self._current.number
+        """Return a small number for these modes, which is fast to hash."""
+        if self._warm_up.select(modes) and self._executor.static_gradients.exist:
+            # Other parameters may get gradients now: backward passes allocate them again.
+            self.drop_graphs()
+        return self._warm_up.modes.number
 
     def _check_recapture_key(self, phase: AccumulationPhase) -> None:
         """Drop graphs if parameter addresses, the scale rule or optimizer tables changed."""
         scaler = self._executor.components.scaler
         if self._shared is not None and scaler is not None and phase.last:
-            # Before ranks agree: that the tables have moved would else be found by one of them.
+            # Before the ranks agree: otherwise only some of them would find that the tables have
+            # moved.
             self._schedule_tables = capture.before_replay(scaler)
         addressed = shards(self._parameters) if self._is_sharded else self._parameters
         key = [
@@ -186,7 +163,7 @@ class CaptureRunner:
             self.drop_graphs()
 
     def _run_eagerly(self, inputs: _CallInputs) -> Any:
-        """Run a call eagerly; if no calls can be captured, with a captured update."""
+        """Run a call eagerly; if calls cannot be captured, the update may still be."""
         call, _, phase, modes = inputs
 
         def run() -> Any:
@@ -200,7 +177,7 @@ class CaptureRunner:
         return returned
 
     def run_eagerly(self, call: Call, phase: AccumulationPhase) -> Any:
-        """Run one call eagerly; graphs stay. On the stream on which gradients are accumulated."""
+        """Run one call eagerly, on the stream on which gradients accumulate; keep the graphs."""
         self._stall_check.drop()
         inputs = _CallInputs(call, [], phase, module_modes(self._modules, self._parameters))
         if self.eager_reason is not None:
@@ -233,11 +210,7 @@ class CaptureRunner:
         if returned is not None and phase.last and (error := check.judge()) is not None:
             self.eager_reason = error
             self.drop_graphs()
-            warnings.warn(
-                f"The step runs eagerly from now on: {error}. One batch was skipped.",
-                UserWarning,
-                stacklevel=user_stack_level(),
-            )
+            warn_replay_disagreed(error)
         return returned
 
     def _replay(
@@ -279,18 +252,14 @@ class CaptureRunner:
     def _warm_up_or_capture(self, kind: InputKind[CapturedStep], inputs: _CallInputs) -> Any:
         if kind.is_eager:
             return self._run_eagerly(inputs)
-        phase, modes = inputs.phase, inputs.modes
-        settled = bool(kind.graphs) or self._inputs.are_settled
-        is_known = settled and phase in kind.timings
-        alone = self._shared is None
-        if not (is_known and (self._is_ready(phase, modes) if alone else self._are_ready)):
-            # The call that finds the written buffers does not count.
-            known = self._executor.buffers.knows(modes)
-            self._warm_up_calls[self._current.number, phase] += known
+        phase = inputs.phase
+        if not self._can_capture_now(kind, phase):
+            self._warm_up.count_call(phase)
             if self._inputs.is_new_beyond_limit(kind):
-                # A number that changes makes ever new kinds. Timing their calls would synchronize.
+                # An input number that changes makes a new kind in each call. Timing them would
+                # synchronize.
                 return self._run_eagerly(inputs)
-            return self._warm_up(kind, inputs)
+            return self._run_warm_up_call(kind, inputs)
         if not kind.graphs and not self._make_room(kind):
             return self._run_eagerly(inputs)
         captured = self._try_capture(kind, inputs)
@@ -300,38 +269,17 @@ class CaptureRunner:
         returned = self._replay(kind, captured, inputs)
         return self._run_eagerly(inputs) if returned is None else returned[0]
 
-    def _is_ready(self, phase: AccumulationPhase, modes: Hashable) -> bool:
-        """Return whether a capture has what it needs.
-
-        That is warm-up calls, known buffers, a loss scale past its warm-up and, if calls
-        accumulate, gradients at fixed addresses, which this allocates.
-        """
-        executor, scaler = self._executor, self._executor.components.scaler
-        if (
-            self._warm_up_calls[self._current.number, phase] < self._warm_up_length
-            or not executor.buffers.knows(modes)
-            or (scaler is not None and not capture.is_warmed_up(scaler))
-        ):
+    def _can_capture_now(self, kind: InputKind[CapturedStep], phase: AccumulationPhase) -> bool:
+        settled = bool(kind.graphs) or self._inputs.are_settled
+        if not settled or phase not in kind.timings:
             return False
-        if executor.options.accumulate > 1 and not executor.static_gradients.exist:
-            return phase.first and executor.static_gradients.allocate()
-        return True
+        if self._shared is not None:
+            return self._are_ready
+        return self._warm_up.is_ready(phase)
 
-    def _static_inputs(self, inputs: _CallInputs) -> Call:
-        """Return inputs as the static buffers of a captured graph hold them.
-
-        A warm-up runs on the same dtypes: code compiled in it would else be compiled again in the
-        capture.
-        """
-        moved = self._executor.move_inputs(inputs.call)
-        # A copy from another device would cast on the host first, and synchronize.
-        if all(leaf.device == self._executor.components.device for leaf in inputs.leaves):
-            return self._executor.cast_inputs(moved)
-        return moved
-
-    def _warm_up(self, kind: InputKind[CapturedStep], inputs: _CallInputs) -> Any:
+    def _run_warm_up_call(self, kind: InputKind[CapturedStep], inputs: _CallInputs) -> Any:
         """Run a real call on the capture stream, and time it."""
-        call, phase = self._static_inputs(inputs), inputs.phase
+        call, phase = self._executor.static_inputs(inputs.call, inputs.leaves), inputs.phase
         capturer = self._graphs.capturer
 
         def run() -> Any:
@@ -372,7 +320,7 @@ class CaptureRunner:
             if failure is not None:
                 self._run_kind_eagerly(kind, leaves, failure, "")
                 return None
-        hint = "" if self._shared or not keeps_autograd_graph(self._parameters) else _KEPT_GRAPH
+        hint = "" if self._shared is not None else kept_graph_hint(self._parameters)
         while True:
             captured, failure = self._capture_once(inputs, attempt)
             if failure is None:
@@ -393,7 +341,8 @@ class CaptureRunner:
         self, inputs: _CallInputs, attempt: Attempt
     ) -> tuple[CapturedStep | None, CaptureFailed | None]:
         """Capture a call, on all ranks or on none; return the graph or why it failed."""
-        call, captured, failure = self._static_inputs(inputs), None, None
+        call = self._executor.static_inputs(inputs.call, inputs.leaves)
+        captured = failure = None
         try:
             captured = self._graphs.capture_call(call, inputs.phase, inputs.modes, attempt)
         except CaptureFailed as error:
@@ -406,10 +355,10 @@ class CaptureRunner:
     def _recover(self) -> None:
         """Let wrapped and sharded models run again after a failed capture.
 
-        An error in backward leaves reducers unusable, whose memory captured graphs use.
+        An error in backward leaves reducers unusable, and captured graphs use their memory.
         """
         self._release_graphs()
-        self._warm_up_calls.clear()
+        self._warm_up.clear()
         self._renew_reducers()
         for model in self._executor.components.models:
             reset_fsdp(model)
@@ -447,7 +396,7 @@ class CaptureRunner:
         except Exception as refused:
             raise refused from error
         if not self._is_sharded:
-            # The update of shards has a collective, about which ranks would have to agree.
+            # An update of shards contains a collective: ranks would have to agree on its capture.
             self._update = UpdateRunner(self._executor, self._graphs)
 
     # -- other calls -------------------------------------------------------------------------------
@@ -469,7 +418,7 @@ class CaptureRunner:
 
     @property
     def shares_calls(self) -> bool:
-        """Whether all ranks run each call alike, so that none may run one eagerly by itself."""
+        """Whether all ranks run each call alike, so that no rank may run one eagerly by itself."""
         return self._shared is not None and self.eager_reason is None
 
     @property
@@ -487,7 +436,7 @@ class CaptureRunner:
         self._release_graphs()
         self._has_dropped = True
         self._inputs.clear()
-        self._warm_up_calls.clear()
+        self._warm_up.clear()
         if self._update is not None:
             self._update.drop()
         if self._executor.options.accumulate > 1:

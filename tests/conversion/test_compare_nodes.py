@@ -10,7 +10,7 @@ from torch import nn
 
 import mezzo
 from mezzo import ConversionError
-from mezzo.conversion.compare import Comparison, TensorError, compare, tensor_error
+from mezzo.conversion.compare_nodes import Comparison, TensorError, compare, tensor_error
 
 INF, NAN = float("inf"), float("nan")
 
@@ -71,7 +71,7 @@ def test_node_errors_are_sorted_worst_first_with_module_and_source(model):
     assert {"linear", "linear_1", "relu"} <= errors.keys()
     second = errors["linear_1"]
     assert (second.op, second.module, second.dtype) == ("linear", "second", "bfloat16")
-    assert second.source.startswith("test_compare.py:")
+    assert second.source.startswith("test_compare_nodes.py:")
 
 
 def test_a_program_compared_with_itself_has_no_error(model):

@@ -7,7 +7,7 @@ import torch
 from support.wrappers import Lookahead
 
 import mezzo
-from mezzo.optim.attach import bind_half_parameters, bind_optimizer, has_device_step
+from mezzo.optim.bind_optimizer import bind_half_parameters, bind_optimizer, has_device_step
 from mezzo.optim.binding import OptimizerBinding, optimizer_binding
 from mezzo.optim.capturable_step import CAPTURABLE, CapturableBinding
 from mezzo.optim.companion import MASTERS

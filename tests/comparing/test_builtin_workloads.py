@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.comparing.registry import WORKLOADS, load_workload
+from mezzo.comparing.builtin_workloads import WORKLOADS, load_workload
 from mezzo.comparing.workload import Documented, Preset, Workload
 
 np = pytest.importorskip("numpy")
