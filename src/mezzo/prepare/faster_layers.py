@@ -187,7 +187,7 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
     ):
         plain: Tensor = type(layer)._ff_block(layer, x)
         return plain
-    hidden: Tensor = _DroppedReLU.apply(layer.linear1(x), layer.dropout.p)  # type: ignore[no-untyped-call]
+    hidden: Tensor = _DroppedReLU.apply(layer.linear1(x), layer.dropout.p)
     is_decoder = isinstance(layer, nn.TransformerDecoderLayer)
     last_dropout = layer.dropout3 if is_decoder else layer.dropout2
     outputs: Tensor = last_dropout(layer.linear2(hidden))
