@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 
 FLOAT16 = {"policy": "O1", "dtype": "float16"}
+BFLOAT16 = {"dtype": "bfloat16", "measure": False}
 
 
 def model_with(*middle):
@@ -119,6 +120,27 @@ def test_what_cannot_be_copied_is_shared():
     assert not mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
     assert model.lock is model[1].lock
     assert next(model[1][0].names) == "a"
+
+
+class KeepsResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.named = [], {}
+
+    def forward(self, h):
+        self.heads[:], self.named["h"] = [h * 2], (h + 1,)
+        return h
+
+
+def test_results_that_a_model_keeps_in_lists_and_dictionaries_do_not_hinder():
+    model = model_with(KeepsResults())
+    model(batch()[0])
+    kept = model[1].heads[0]
+    assert not mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+    assert not mezzo.lint(model, policy="O2", sample=batch(), loss_fn=F.mse_loss, **BFLOAT16)
+    assert mezzo.advise(model, batch(), F.mse_loss, levels=("O1",), rounds=1, budget=0.1).times
+    assert model[1].heads[0] is kept
+    assert kept.requires_grad
 
 
 # -- what stays ------------------------------------------------------------------------------------

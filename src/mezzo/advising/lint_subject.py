@@ -17,6 +17,7 @@ from mezzo.advising.loop_trace import LoopTrace
 from mezzo.advising.op_trace import OpTrace, Product, buffers_restored, traced
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import enter_regions
+from mezzo.observing.model_copy import CopiedResults
 from mezzo.policy.decide import resolve
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level
@@ -210,7 +211,8 @@ class SampleRun:
 
 def _prepared(model: nn.Module, policy: Policy) -> nn.Module:
     """Return a copy of a model under a policy, without masters, for nothing is updated."""
-    copied = deepcopy(model)
+    with CopiedResults():
+        copied = deepcopy(model)
     if policy.level in (Level.O2, Level.O3):
         decorate(copied, None, replace(policy, master="none"))
     return copied
