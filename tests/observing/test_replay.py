@@ -1,5 +1,6 @@
 """Replays of a batch run what the step ran, and leave the user's tensors as they are."""
 
+from pathlib import Path
 from threading import Lock
 
 import pytest
@@ -141,6 +142,16 @@ def test_results_that_a_model_keeps_in_lists_and_dictionaries_do_not_hinder():
     assert mezzo.advise(model, batch(), F.mse_loss, levels=("O1",), rounds=1, budget=0.1).times
     assert model[1].heads[0] is kept
     assert kept.requires_grad
+
+
+def test_a_line_of_a_package_whose_name_begins_with_torch_is_named():
+    file = Path(torch.__file__).parent.with_name("torchgraph") / "conv.py"
+    names = {}
+    exec(compile("def propagate(h):\n    return h * 1e4", str(file), "exec"), names)
+    model = model_with(Function(names["propagate"]))
+    nn.init.constant_(model[0].bias, 100.0)
+    found = mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+    assert (found.op, found.line) == ("mul", "conv.py:2")
 
 
 # -- what stays ------------------------------------------------------------------------------------

@@ -12,9 +12,7 @@ import re
 import traceback
 from pathlib import Path
 
-import torch
-
-from mezzo._errors import MezzoError, UnsupportedError
+from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER, MezzoError, UnsupportedError
 from mezzo.policy.registry import registry
 
 _MIXED_DTYPES = re.compile(
@@ -22,8 +20,6 @@ _MIXED_DTYPES = re.compile(
     flags=re.IGNORECASE,
 )
 """Found in torch's messages about 16-bit and float32 tensors."""
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-"""The folders of mezzo and torch."""
 _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 """Found in messages about a floating-point index."""
 
@@ -65,7 +61,8 @@ def explain_backward(error: RuntimeError) -> UnsupportedError | None:
         f"The backward of an autograd.Function ({Path(frame.filename).name}:{frame.lineno}) got"
         f" 16-bit and float32 tensors ({str(error).splitlines()[0]}), since it runs without"
         " autocast. Decorate its forward with @torch.amp.custom_fwd(device_type=...) and its"
-        " backward with @torch.amp.custom_bwd(device_type=...)."
+        " backward with @torch.amp.custom_bwd(device_type=...); or, if it reads 16-bit parameters,"
+        " keep them float32 with keep_full=."
     )
 
 
@@ -76,7 +73,7 @@ def _mixes_dtypes(error: RuntimeError) -> bool:
 
 def _is_inside(frame: traceback.FrameSummary) -> bool:
     """Return whether a frame runs code of mezzo or torch."""
-    return frame.filename.startswith(_INSIDE)
+    return frame.filename.startswith((MEZZO_FOLDER, TORCH_FOLDER))
 
 
 def _failed_call(error: RuntimeError) -> str | None:
