@@ -102,6 +102,12 @@ def test_a_hook_of_a_parameter_is_named_by_its_line():
     assert found.line == f"test_replay.py:{line}"
 
 
+def test_infinite_values_that_the_formula_of_a_gradient_leaves_out_are_no_finding():
+    # Of 32 points the distances to themselves are zero in float32, and rounding in float64.
+    model, x = nn.Linear(16, 16), torch.randn(32, 16)
+    assert not mezzo.trace_overflow(model, (x,), lambda h: torch.cdist(h, h).mean(), **FLOAT16)
+
+
 def test_a_gradient_that_is_multiplied_by_infinity_is_no_mask():
     class Hooked(nn.Module):
         def forward(self, h):

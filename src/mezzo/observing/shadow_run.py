@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isinf
 from types import CodeType
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
+from mezzo.observing.checked_ops import call_after, gradient_node
 from mezzo.observing.finding import Finding, InputRange, Kind, NamedTensor
 from mezzo.observing.function_places import FunctionPlaces, Pausable, Place
 
@@ -163,9 +165,23 @@ class ShadowMode(Pausable, TorchDispatchMode):
         shadow = self._keep(result, self._compare(call, result, found, exact, origin))
         if self._observe is None:
             # An op may have several results, and the first may be the one that failed.
-            self.finding = self.finding or self._judge(call, result, found, shadow)
+            finding = self._judge(call, result, found, shadow)
+            node = gradient_node()
+            if finding is not None and finding.kind is Kind.OVERFLOW and node is not None:
+                call_after(node, partial(self._confirm, finding))
+            else:
+                self.finding = self.finding or finding
         else:
             self._observe(self._error_of(call, result, found, shadow))
+
+    def _confirm(self, finding: Finding, is_bad: Tensor) -> None:
+        """Keep the finding of an op in the formula of a gradient if that is not finite.
+
+        That of `cdist` divides by distances, and leaves out those that are zero.
+        """
+        is_first = self.finding is None or finding.number < self.finding.number
+        if is_first and bool(is_bad):
+            self.finding = finding
 
     def _compare(
         self, call: _Call, result: Tensor, found: Tensor, exact: Tensor, origin: Finding | None
