@@ -653,6 +653,14 @@ def test_the_sample_of_a_step_whose_loss_takes_the_output_only_has_no_target():
     assert rules_of(lint(step, sample=(x,))) == rules_of(lint(step, sample={"input": x})) == []
 
 
+def test_the_sample_of_a_step_without_a_target_may_be_a_tuple_of_inputs():
+    model = nn.Bilinear(8, 8, 8)
+    step = mezzo.TrainStep(model, lambda y: y.square().mean(), torch.optim.SGD(model.parameters()))
+    x = torch.ones(16, 8)
+    step((x, x))
+    assert rules_of(lint(step, sample=((x, x),))) == []
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_transformers_have_no_findings(level):
     transformers = pytest.importorskip("transformers")

@@ -154,15 +154,16 @@ class SampleRun:
         *,
         is_step: bool = False,
     ) -> None:
-        has_target = isinstance(sample, tuple | list) and len(sample) > 1
+        arguments = tuple(sample) if isinstance(sample, tuple | list) else ()
+        has_target = len(arguments) > 1
         if loss_fn is not None and not has_target and not is_step:
             raise PolicyError(
                 f"With loss_fn the sample is (inputs, target), got {type(sample).__name__}. Pass"
                 " sample=(x, y), or leave out loss_fn."
             )
-        # A step without a target calls its loss function with the output only.
-        inputs = sample[0] if loss_fn is not None and has_target else sample
-        self._target: Any = sample[1] if loss_fn is not None and has_target else ()
+        # A step without a target takes the inputs only, which may be a tuple: step((a, b)).
+        inputs = arguments[0] if loss_fn is not None and arguments else sample
+        self._target: Any = arguments[1] if loss_fn is not None and has_target else ()
         self.plain, self._loss_fn = model, loss_fn
         self.inputs = ModelArguments(unwrapped(model)).arrange((inputs,), {})
         is_decorated = decoration_of(unwrapped(model)) is not None
