@@ -160,6 +160,28 @@ def test_a_line_of_a_package_whose_name_begins_with_torch_is_named():
     assert (found.op, found.line) == ("mul", "conv.py:2")
 
 
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_models_with_a_sparse_adjacency_are_traced(is_buffer):
+    class Graph(nn.Linear):
+        def forward(self, h, adjacency=None):
+            h = super().forward(h)
+            with torch.autocast("cpu", enabled=False):
+                return torch.sparse.mm(self.adjacency if is_buffer else adjacency, h.float())
+
+    model, adjacency = Graph(8, 4), torch.eye(4).to_sparse()
+    if is_buffer:
+        model.register_buffer("adjacency", adjacency)
+    x, y = batch()
+    step = mezzo.TrainStep(
+        model, F.mse_loss, torch.optim.SGD(model.parameters(), 0.1), "O2", dtype="float16"
+    )
+    sample = (x, y) if is_buffer else ((x, adjacency), y)
+    assert step(*sample).isfinite()
+    assert not mezzo.trace_overflow(step, sample)
+    x.mul_(1e6)
+    assert mezzo.trace_overflow(step, sample).op == "linear"
+
+
 # -- what stays ------------------------------------------------------------------------------------
 
 

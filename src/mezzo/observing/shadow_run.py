@@ -81,7 +81,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
         self._observe = observe
         """Called with every result; then nothing ends the run."""
         listed = list(named)
-        self._named = {_storage(one.tensor): one for one in listed}
+        self._named = {_storage(one.tensor): one for one in listed if _real(one.tensor)}
         self._order = {one.name: index - len(listed) for index, one in enumerate(listed)}
         self._shadows: dict[Any, Shadow] = {}
         self._kept: list[Tensor] = []
