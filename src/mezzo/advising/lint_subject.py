@@ -24,6 +24,7 @@ from mezzo.policy.types import Level
 from mezzo.prepare.arguments import Optimizer, unwrapped
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import Decoration, decoration_of
+from mezzo.step.eval_step import needs_gradients
 from mezzo.step.inputs import ModelArguments, call_model
 from mezzo.step.outputs import split_loss
 
@@ -171,11 +172,22 @@ class SampleRun:
         # A decorated model enters its region itself, and a training step around the loss too.
         self.policy = None if is_decorated and not is_step else policy
         """The policy whose region is entered; None if the model runs as it is."""
+        self.grad_mode: Any = torch.no_grad
+        """The context to run in: `torch.enable_grad` if the model computes gradients itself."""
 
     def trace(self) -> OpTrace:
         """Run once, and return what ran."""
+        try:
+            return self._trace()
+        except RuntimeError as error:
+            if not needs_gradients(error):
+                raise
+        self.grad_mode = torch.enable_grad
+        return self._trace()
+
+    def _trace(self) -> OpTrace:
         trace = OpTrace()
-        with buffers_restored(self.model), torch.no_grad():
+        with buffers_restored(self.model), self.grad_mode():
             traced(self.model, self.forward, trace)
         return trace
 

@@ -33,7 +33,7 @@ _REPEATS = 20
 def measure_cost(run: SampleRun) -> Cost:
     """Measure the forward pass of a sample. Parameters, buffers and random state are restored."""
     device = device_of(run.plain)
-    with torch.no_grad(), buffers_restored(run.model), buffers_restored(run.plain):
+    with run.grad_mode(), buffers_restored(run.model), buffers_restored(run.plain):
         run.forward()
         used = _peak_memory(run.forward, device)
         wall = time_once(run.forward, device)
@@ -77,7 +77,7 @@ def measure_layout(run: SampleRun) -> float | None:
         if parameter.dim() == IMAGE_DIMS:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     inputs = move_inputs(run.inputs, device, channels_last=True)
-    with torch.no_grad(), buffers_restored(run.model):
+    with run.grad_mode(), buffers_restored(run.model):
         first, second = interleaved_medians(
             [run.forward, lambda: run.run_on(last, inputs)], device, _ROUNDS
         )
