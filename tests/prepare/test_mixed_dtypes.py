@@ -98,6 +98,22 @@ def test_the_forward_wrapper_adds_one_frame_to_the_traceback_of_a_model():
     ]
 
 
+class Aggregation(nn.Module):
+    def forward(self, h):
+        return torch.sparse.mm(torch.eye(4).to_sparse_csr(), h, "mean")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_the_error_of_a_sparse_product_has_a_remedy_that_works():
+    def graph(**options):
+        model = nn.Sequential(nn.Linear(4, 4), Aggregation()).eval()
+        return mezzo.decorate(model, None, "O2", dtype="bfloat16", **options)
+
+    with pytest.raises(mezzo.UnsupportedError, match=r"^torch\.sparse\.mm got .*modules="):
+        graph()(torch.randn(4, 4))
+    assert graph(modules={"1": "full"})(torch.randn(4, 4)).isfinite().all()
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, x):

@@ -20,6 +20,7 @@ _MIXED_DTYPES = re.compile(
     flags=re.IGNORECASE,
 )
 """Found in torch's messages about 16-bit and float32 tensors."""
+_SPARSE = "sparse."
 _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 """Found in messages about a floating-point index."""
 
@@ -32,6 +33,12 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
     if call is None:
         return None
     op, message = call.rstrip("_"), str(error).splitlines()[0]
+    if call.startswith(_SPARSE):
+        return UnsupportedError(
+            f"torch.{call} got 16-bit and float32 tensors, which it does not accept ({message}). No"
+            " policy acts on it: run the module that calls it in float32, with"
+            " modules={name: 'full'}; or call it with float32 inputs where autocast is disabled."
+        )
     if call != op:
         return UnsupportedError(
             f"{call} writes values of one dtype into a tensor of another, which it does not accept"
@@ -105,6 +112,8 @@ def _expression(frame: traceback.FrameSummary) -> str:
 def _called(expression: str) -> str | None:
     """Return the op that an expression calls; an expression with an index writes there.
 
+    Functions of `torch.sparse` are no ops of policies.
+
     >>> _called("table.index_add_(0, index, source)"), _called("x + y"), _called("self.head(x)")
     ('index_add_', None, None)
     >>> _called("table[index]")
@@ -120,4 +129,6 @@ def _called(expression: str) -> str | None:
         return None
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if ast.unparse(function).endswith(f"{_SPARSE}{name}"):
+        return _SPARSE + name
     return name if name.rstrip("_") in registry().names else None
