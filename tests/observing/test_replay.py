@@ -265,6 +265,40 @@ def test_statistics_that_evaluation_reads_are_blamed():
 # -- parameters ------------------------------------------------------------------------------------
 
 
+def test_a_loss_that_is_subtracted_as_a_number_has_lost_no_digits():
+    def surrogate(output, target):
+        # The value of one loss with the gradient of another, as in stochastic inference.
+        loss = F.mse_loss(output, target)
+        return loss.detach() + (loss * 300.0 - (loss * 300.0).item())
+
+    assert not mezzo.trace_overflow(model_with(), batch(), surrogate, **FLOAT16)
+
+
+def test_a_parameter_that_the_model_writes_in_16_bits_is_named_with_its_cure():
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Embedding(2, 16).requires_grad_(False)
+
+        def forward(self, h):
+            quantized = h + self.codes.weight[0]
+            self.codes.weight.data.copy_(torch.full((2, 16), 1e6))
+            return quantized
+
+    def trained(**options):
+        model = model_with(Codebook())
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+        step = mezzo.TrainStep(model, F.mse_loss, optimizer, "O2", dtype="float16", **options)
+        step(*batch())
+        return step
+
+    found = mezzo.trace_overflow(trained(), batch())
+    assert (found.op, found.cure) == ("1.codes.weight", "keep_full={*mezzo.NORMS, '1.codes'}")
+    assert "(not verified: make or load the model again)" in str(found)
+    kept = trained(keep_full={*mezzo.NORMS, "1.codes"})
+    assert mezzo.trace_overflow(kept, batch()).op != "1.codes.weight"
+
+
 def test_a_weight_that_leaves_the_range_where_autocast_casts_it_is_named():
     model = model_with()
     model[0].weight.data.mul_(1e6)

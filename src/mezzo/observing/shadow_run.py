@@ -206,7 +206,8 @@ class ShadowMode(Pausable, TorchDispatchMode):
             overflow = self._found(Kind.OVERFLOW, call, result, exact, torch.inf)
             return call.flushed or self._of_parameter(call, overflow) or overflow
         # Without a rounding to 16 bits float32 has lost these digits.
-        if (call.causes or shadow.causes) and _lost_digits(result, shadow, call):
+        rounded = (call.causes or shadow.causes) and not _subtracts_itself(found, call)
+        if rounded and _lost_digits(result, shadow, call):
             return call.flushed or self._found(Kind.DIGITS, call, result, exact, shadow.error)
         return None
 
@@ -374,6 +375,15 @@ def _lost_digits(result: Tensor, shadow: Shadow, call: _Call) -> bool:
         shadow.error > _AMPLIFIED * max(call.error, torch.finfo(result.dtype).eps)
         and shadow.norm > _CANCELLED * call.norm
     )
+
+
+def _subtracts_itself(found: Tensor, call: _Call) -> bool:
+    """Return whether a number on the host was subtracted from the tensor it is of: `x - x.item()`.
+
+    The number was rounded, and has no shadow. Such a zero is meant to be one.
+    """
+    is_number = any(isinstance(one, float) for one in pytree.tree_leaves(call.args))
+    return call.name in {"sub", "rsub", "add"} and is_number and not bool(found.any())
 
 
 @contextmanager
