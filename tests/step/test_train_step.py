@@ -204,6 +204,21 @@ def test_a_loss_function_with_parameters_is_trained_and_saved(level, dtype, by_h
     assert not mezzo.trace_overflow(step, (x, y))
 
 
+def test_a_parameter_that_the_model_casts_itself_is_named_when_the_scale_falls():
+    class Cast(Proxies):
+        def forward(self, output, y):
+            # As losses do that follow the dtype of their input.
+            self.vectors.data = self.vectors.data.to(output.dtype)
+            return super().forward(output, y)
+
+    model, loss_fn = nn.Linear(6, 4), Cast()
+    optimizer = torch.optim.Adam([*model.parameters(), *loss_fn.parameters()], 0.1)
+    step = mezzo.TrainStep(model, loss_fn, optimizer, "O1", dtype="float16")
+    x, y = torch.full((8, 6), INF), torch.arange(8) % 4
+    with pytest.warns(UserWarning, match=r"'vectors' is 16-bit.*policy 'O2'"):
+        _ = [step(x, y) for _ in range(25)]
+
+
 def test_a_loss_function_whose_parameters_are_not_trained_stays_as_it_is():
     model, loss_fn = nn.Linear(6, 4), Proxies()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
