@@ -1,8 +1,14 @@
 """The exceptions, and the helpers for their messages."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+import mezzo
 from mezzo._errors import (
+    MEZZO_FOLDER,
+    TORCH_FOLDER,
     MezzoError,
     PolicyError,
     RefusedOpError,
@@ -60,3 +66,12 @@ def test_names_that_contain_it_come_before_names_that_are_only_similar():
 
 def test_a_name_of_two_characters_is_not_searched_inside_others():
     assert nearest("ad", ["gradient", "adaptive"]) == ""
+
+
+@pytest.mark.parametrize(("folder", "package"), [(TORCH_FOLDER, torch), (MEZZO_FOLDER, mezzo)])
+def test_a_package_whose_name_begins_with_that_of_a_library_is_not_in_its_folder(folder, package):
+    inside = Path(package.__file__)
+    assert str(inside).startswith(folder)
+    assert not str(inside.parent.with_name(f"{package.__name__}vision") / "ops.py").startswith(
+        folder
+    )

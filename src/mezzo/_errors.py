@@ -15,8 +15,18 @@ what to do.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
+from pathlib import Path
+
+import torch
+
+MEZZO_FOLDER, TORCH_FOLDER = (
+    f"{Path(module).parent}{os.sep}" for module in (__file__, torch.__file__)
+)
+"""Where the code is that is not the user's. They end in a separator: the folders of `torchvision`
+and `torch_geometric`, whose lines messages name, begin with that of torch."""
 
 _MAX_SUGGESTIONS = 3
 _CLOSE_RATIO = 0.8

@@ -653,6 +653,25 @@ def test_the_sample_of_a_step_whose_loss_takes_the_output_only_has_no_target():
     assert rules_of(lint(step, sample=(x,))) == rules_of(lint(step, sample={"input": x})) == []
 
 
+def test_a_model_may_compute_gradients_itself():
+    class Forces(nn.Linear):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+    model, x = Forces(8, 8), torch.randn(16, 8)
+    findings = mezzo.lint(model, policy="O1", dtype="bfloat16", sample=x)
+    assert "matrix-multiple" not in findings.skipped
+
+
+def test_the_sample_of_a_step_without_a_target_may_be_a_tuple_of_inputs():
+    model = nn.Bilinear(8, 8, 8)
+    step = mezzo.TrainStep(model, lambda y: y.square().mean(), torch.optim.SGD(model.parameters()))
+    x = torch.ones(16, 8)
+    step((x, x))
+    assert rules_of(lint(step, sample=((x, x),))) == []
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_transformers_have_no_findings(level):
     transformers = pytest.importorskip("transformers")

@@ -335,3 +335,15 @@ def test_a_softmax_listed_float32_inside_follows_the_cut():
     row = next(row for row in converted.plan if row.op == "softmax")
     assert row.dtype == "float16"
     assert row.reason == "listed float32_inside: 16 bits here cast the fewest bytes"
+
+
+def test_a_sparse_buffer_keeps_its_dtype():
+    class Graph(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.sparse.mm(self.adjacency, x))
+
+    model = Graph(4, 4)
+    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    x = torch.randn(4, 4)
+    converted = mezzo.convert(model.eval(), (x,), dtype="bfloat16")
+    assert torch.allclose(converted(x), model(x), atol=0.05)

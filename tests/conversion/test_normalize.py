@@ -23,6 +23,17 @@ def test_an_in_place_op_without_aliases_becomes_functional():
     ]
 
 
+def test_the_functional_form_of_an_in_place_op_takes_the_same_arguments():
+    def function(x):
+        return (x * 2).pow_(-0.5), (x * 2).pow_(x), (x * 2).floor_divide_(x)
+
+    assert names(graph(function, X))[1::2] == [
+        "aten.pow.Tensor_Scalar",
+        "aten.pow.Tensor_Tensor",
+        "aten.floor_divide.default",
+    ]
+
+
 def test_an_in_place_op_on_an_aliased_tensor_stays():
     def function(x):
         y = x * 2

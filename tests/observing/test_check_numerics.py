@@ -92,6 +92,15 @@ def test_masks_of_infinity_are_not_reported():
         x + torch.zeros(4).fill_(-math.inf)
 
 
+def test_alignments_that_are_not_possible_are_not_reported():
+    logits = torch.randn(8, 1, 4, requires_grad=True)
+    target, lengths, size = torch.tensor([[1, 2]]), torch.tensor([8]), torch.tensor([2])
+    with mezzo.check_numerics():
+        F.ctc_loss(logits.log_softmax(-1), target, lengths, size).backward()
+    too_long = torch.ones(1, 9, dtype=torch.long), lengths, torch.tensor([9])
+    assert ("ctc_loss", False) in checked(lambda: F.ctc_loss(logits.log_softmax(-1), *too_long))
+
+
 def test_a_fully_masked_row_is_reported_at_the_softmax():
     masked = torch.full((2, 4), -math.inf)
     assert checked(lambda: masked.softmax(-1).sum()) == [("softmax", False)]

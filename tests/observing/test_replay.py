@@ -1,5 +1,6 @@
 """Replays of a batch run what the step ran, and leave the user's tensors as they are."""
 
+from pathlib import Path
 from threading import Lock
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 
 FLOAT16 = {"policy": "O1", "dtype": "float16"}
+BFLOAT16 = {"dtype": "bfloat16", "measure": False}
 
 
 def model_with(*middle):
@@ -100,6 +102,12 @@ def test_a_hook_of_a_parameter_is_named_by_its_line():
     assert found.line == f"test_replay.py:{line}"
 
 
+def test_infinite_values_that_the_formula_of_a_gradient_leaves_out_are_no_finding():
+    # Of 32 points the distances to themselves are zero in float32, and rounding in float64.
+    model, x = nn.Linear(16, 16), torch.randn(32, 16)
+    assert not mezzo.trace_overflow(model, (x,), lambda h: torch.cdist(h, h).mean(), **FLOAT16)
+
+
 def test_a_gradient_that_is_multiplied_by_infinity_is_no_mask():
     class Hooked(nn.Module):
         def forward(self, h):
@@ -119,6 +127,59 @@ def test_what_cannot_be_copied_is_shared():
     assert not mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
     assert model.lock is model[1].lock
     assert next(model[1][0].names) == "a"
+
+
+class KeepsResults(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.named = [], {}
+
+    def forward(self, h):
+        self.heads[:], self.named["h"] = [h * 2], (h + 1,)
+        return h
+
+
+def test_results_that_a_model_keeps_in_lists_and_dictionaries_do_not_hinder():
+    model = model_with(KeepsResults())
+    model(batch()[0])
+    kept = model[1].heads[0]
+    assert not mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+    assert not mezzo.lint(model, policy="O2", sample=batch(), loss_fn=F.mse_loss, **BFLOAT16)
+    assert mezzo.advise(model, batch(), F.mse_loss, levels=("O1",), rounds=1, budget=0.1).times
+    assert model[1].heads[0] is kept
+    assert kept.requires_grad
+
+
+def test_a_line_of_a_package_whose_name_begins_with_torch_is_named():
+    file = Path(torch.__file__).parent.with_name("torchgraph") / "conv.py"
+    names = {}
+    exec(compile("def propagate(h):\n    return h * 1e4", str(file), "exec"), names)
+    model = model_with(Function(names["propagate"]))
+    nn.init.constant_(model[0].bias, 100.0)
+    found = mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+    assert (found.op, found.line) == ("mul", "conv.py:2")
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_models_with_a_sparse_adjacency_are_traced(is_buffer):
+    class Graph(nn.Linear):
+        def forward(self, h, adjacency=None):
+            h = super().forward(h)
+            with torch.autocast("cpu", enabled=False):
+                return torch.sparse.mm(self.adjacency if is_buffer else adjacency, h.float())
+
+    model, adjacency = Graph(8, 4), torch.eye(4).to_sparse()
+    if is_buffer:
+        model.register_buffer("adjacency", adjacency)
+    x, y = batch()
+    step = mezzo.TrainStep(
+        model, F.mse_loss, torch.optim.SGD(model.parameters(), 0.1), "O2", dtype="float16"
+    )
+    sample = (x, y) if is_buffer else ((x, adjacency), y)
+    assert step(*sample).isfinite()
+    assert not mezzo.trace_overflow(step, sample)
+    x.mul_(1e6)
+    assert mezzo.trace_overflow(step, sample).op == "linear"
 
 
 # -- what stays ------------------------------------------------------------------------------------
@@ -202,6 +263,40 @@ def test_statistics_that_evaluation_reads_are_blamed():
 
 
 # -- parameters ------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_subtracted_as_a_number_has_lost_no_digits():
+    def surrogate(output, target):
+        # The value of one loss with the gradient of another, as in stochastic inference.
+        loss = F.mse_loss(output, target)
+        return loss.detach() + (loss * 300.0 - (loss * 300.0).item())
+
+    assert not mezzo.trace_overflow(model_with(), batch(), surrogate, **FLOAT16)
+
+
+def test_a_parameter_that_the_model_writes_in_16_bits_is_named_with_its_cure():
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Embedding(2, 16).requires_grad_(False)
+
+        def forward(self, h):
+            quantized = h + self.codes.weight[0]
+            self.codes.weight.data.copy_(torch.full((2, 16), 1e6))
+            return quantized
+
+    def trained(**options):
+        model = model_with(Codebook())
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+        step = mezzo.TrainStep(model, F.mse_loss, optimizer, "O2", dtype="float16", **options)
+        step(*batch())
+        return step
+
+    found = mezzo.trace_overflow(trained(), batch())
+    assert (found.op, found.cure) == ("1.codes.weight", "keep_full={*mezzo.NORMS, '1.codes'}")
+    assert "(not verified: make or load the model again)" in str(found)
+    kept = trained(keep_full={*mezzo.NORMS, "1.codes"})
+    assert mezzo.trace_overflow(kept, batch()).op != "1.codes.weight"
 
 
 def test_a_weight_that_leaves_the_range_where_autocast_casts_it_is_named():

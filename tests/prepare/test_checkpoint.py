@@ -5,6 +5,7 @@ import gc
 import random
 import subprocess
 import sys
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -185,6 +186,22 @@ def test_values_that_could_not_be_read_are_refused_and_the_old_file_stays(path):
     with pytest.raises(mezzo.CheckpointError, match="'extra' holds a value"):
         mezzo.save_checkpoint(path, epoch=2, function=lambda: None)
     assert mezzo.load_checkpoint(path) == {"epoch": 1}
+
+
+class Norm(Enum):
+    """A class of a package, such as an option in the groups of an optimizer."""
+
+    SPECTRAL = 1
+
+
+def test_the_error_of_a_value_of_a_class_has_a_remedy_that_works(path):
+    with pytest.raises(
+        mezzo.CheckpointError, match=r"no checkpoint needs\. Save plain.*add_safe_globals"
+    ):
+        mezzo.save_checkpoint(path, norm=Norm.SPECTRAL)
+    with torch.serialization.safe_globals([Norm]):
+        mezzo.save_checkpoint(path, norm=Norm.SPECTRAL)
+        assert mezzo.load_checkpoint(path)["norm"] is Norm.SPECTRAL
 
 
 INTERRUPTED = """

@@ -279,10 +279,22 @@ def test_a_state_of_an_older_torch_without_some_flags_is_loaded(path):
     mezzo.load_checkpoint(path, *run.parts)
 
 
-@pytest.mark.parametrize("extra", [{"x": bytearray(3)}, {"x": torch.ones(2, device="meta")}])
-def test_values_that_a_load_would_refuse_are_not_saved(path, extra):
+@pytest.mark.parametrize(
+    "value", [bytearray(3), torch.ones(2, device="meta"), torch.eye(2).to_sparse()]
+)
+def test_values_that_a_load_would_refuse_are_not_saved(path, value):
     with pytest.raises(mezzo.CheckpointError, match="'extra' holds a value"):
-        mezzo.save_checkpoint(path, **extra)
+        mezzo.save_checkpoint(path, x=value)
+
+
+def test_a_model_with_a_sparse_buffer_is_saved_if_that_is_not_persistent(path):
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    with pytest.raises(mezzo.CheckpointError, match=r"'model'.*sparse_coo.*persistent=False\."):
+        mezzo.save_checkpoint(path, model)
+    model.register_buffer("adjacency", model.adjacency, persistent=False)
+    mezzo.save_checkpoint(path, model)
+    mezzo.load_checkpoint(path, model)
 
 
 def test_expanded_tensors_that_a_load_would_refuse_are_not_saved(path):

@@ -228,6 +228,14 @@ def test_with_use_buffers_floating_point_buffers_are_averaged():
         assert run.model[1].num_batches_tracked == 4
 
 
+def test_sparse_buffers_are_not_averaged():
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    ema = mezzo.EMA(model, use_buffers=True)
+    ema.update()
+    assert list(ema.state_dict()) == ["weight", "bias"]
+
+
 # -- steps inside applied --------------------------------------------------------------------------
 
 

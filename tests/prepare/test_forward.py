@@ -453,6 +453,27 @@ def test_a_decorated_submodule_is_pickled_with_the_model():
     assert saved_and_loaded(whole)(X)["out"].dtype is whole(X)["out"].dtype
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: saved_and_loaded(copy.deepcopy(model))]
+)
+def test_a_graph_module_is_copied_and_pickled(copied, level, is_part):
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    model = nn.Sequential(traced, nn.Tanh()) if is_part else traced
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mezzo.decorate(model, optimizer, level, dtype="bfloat16")
+    copy_ = copied(model)
+    assert copy_(X).dtype is torch.bfloat16
+    assert torch.equal(copy_(X), model(X))
+    copy_.float()
+    if level == "O2":
+        with pytest.raises(mezzo.UnsupportedError, match="cannot be moved"):
+            model.float()
+    mezzo.undecorate(model)
+    assert copy.deepcopy(model)(X).dtype is saved_and_loaded(model)(X).dtype is torch.float32
+
+
 def test_a_pickle_is_read_in_another_process(tmp_path):
     model = nn.Linear(4, 4)
     mezzo.decorate(

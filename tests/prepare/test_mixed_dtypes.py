@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -96,6 +98,22 @@ def test_the_forward_wrapper_adds_one_frame_to_the_traceback_of_a_model():
     ]
 
 
+class Aggregation(nn.Module):
+    def forward(self, h):
+        return torch.sparse.mm(torch.eye(4).to_sparse_csr(), h, "mean")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_the_error_of_a_sparse_product_has_a_remedy_that_works():
+    def graph(**options):
+        model = nn.Sequential(nn.Linear(4, 4), Aggregation()).eval()
+        return mezzo.decorate(model, None, "O2", dtype="bfloat16", **options)
+
+    with pytest.raises(mezzo.UnsupportedError, match=r"^torch\.sparse\.mm got .*modules="):
+        graph()(torch.randn(4, 4))
+    assert graph(modules={"1": "full"})(torch.randn(4, 4)).isfinite().all()
+
+
 class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, x):
@@ -126,3 +144,43 @@ def test_the_error_of_a_custom_backward_has_a_remedy_that_works():
     ):
         product_step(Product)(torch.randn(4, 4))
     assert product_step(CastProduct)(torch.randn(4, 4)).isfinite()
+
+
+class Recomputed(torch.autograd.Function):
+    """Compute a module again in backward, without autocast, as adjoint methods do."""
+
+    @staticmethod
+    def forward(ctx, module, x, *_parameters):
+        ctx.module, ctx.x = module, x.detach().requires_grad_()
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.module(ctx.x), gradient)
+        return None, ctx.x.grad, *[None for _ in ctx.module.parameters()]
+
+
+def recomputing_step(**options):
+    inner = nn.Linear(4, 4)
+    model = Net(lambda _, x: Recomputed.apply(inner, x, *inner.parameters()))
+    model.inner = inner
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return mezzo.TrainStep(model, torch.mean, optimizer, "O2", dtype="bfloat16", **options)
+
+
+def test_the_error_of_a_backward_that_reads_16_bit_parameters_has_a_remedy_that_works():
+    with pytest.raises(mezzo.UnsupportedError, match=r"got 16-bit.*keep_full="):
+        recomputing_step()(torch.randn(4, 4))
+    assert recomputing_step(keep_full={"inner"})(torch.randn(4, 4)).isfinite()
+
+
+def test_the_backward_of_a_package_whose_name_begins_with_torch_is_explained():
+    file = Path(torch.__file__).parent.with_name("torchadjoint") / "adjoint.py"
+    source = "def backward(ctx, gradient):\n    return original(ctx, gradient)\n"
+    names = {"original": Product.backward}
+    exec(compile(source, str(file), "exec"), names)
+    function = type("Adjoint", (Product,), {"backward": staticmethod(names["backward"])})
+    with pytest.raises(mezzo.UnsupportedError, match=r"\(adjoint\.py:2\) got 16-bit"):
+        product_step(function)(torch.randn(4, 4))

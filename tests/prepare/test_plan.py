@@ -115,6 +115,26 @@ def test_parameters_that_are_computed_with_buffers_stay_float32_at_o2():
     assert model(torch.ones(2, 4)).isfinite().all()
 
 
+class HandWrittenNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(4))
+        self.register_buffer("beta", torch.zeros(4))
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, (4,), self.gamma, self.beta)
+
+
+def test_hand_written_norms_with_buffers_stay_float32_at_o2():
+    model = nn.Sequential(nn.Linear(4, 4), HandWrittenNorm(), nn.Linear(4, 2))
+    why = reasons(plan(model))
+    assert why["1.gamma"] == "HandWrittenNorm uses it with float32 buffers"
+    assert after(plan(model, "O3"))["1.gamma"] is torch.bfloat16
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mezzo.TrainStep(model, nn.functional.mse_loss, optimizer, "O2", dtype="bfloat16")
+    assert step(torch.ones(2, 4), torch.ones(2, 2)).isfinite()
+
+
 def test_a_module_that_is_used_twice_has_one_row_for_each_tensor():
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.ReLU(), shared)

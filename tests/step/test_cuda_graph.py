@@ -6,6 +6,8 @@ import itertools
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from traceback import FrameSummary, StackSummary
 
 import pytest
 import torch
@@ -115,6 +117,22 @@ class TestHostReads:
 
         torch.nn.functional.relu(torch.ones(1).as_subclass(Recording))
         assert "test_cuda_graph.py" in lines[0]
+
+    @pytest.mark.parametrize(
+        ("file", "is_user_code"),
+        [
+            (Path(torch.__file__).with_name("functional.py"), False),
+            (Path(warnings.__file__).with_name("contextlib.py"), False),
+            (Path(torch.__file__).parent.with_name("torchvision") / "ops.py", True),
+            (Path(warnings.__file__).parent / "site-packages" / "timm" / "models.py", True),
+        ],
+    )
+    def test_installed_packages_are_user_code(self, file, is_user_code, monkeypatch):
+        packages = str(Path(warnings.__file__).parent / "site-packages")
+        monkeypatch.setattr(cuda_graph, "_INSTALLED", (packages,))
+        frames = [FrameSummary(str(one), 1, "call", line="") for one in (__file__, file)]
+        named = cuda_graph.user_line(StackSummary.from_list(frames))
+        assert named.startswith(str(file)) is is_user_code
 
     def test_reads_are_collected_and_other_warnings_pass(self, monkeypatch):
         modes = ["default"]

@@ -65,18 +65,26 @@ class Forces(nn.Linear):
 
     def forward(self, x):
         x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            energy = super().forward(x).square().sum()
-            return energy, torch.autograd.grad(energy, x)[0]
+        energy = super().forward(x).square().sum()
+        return energy, torch.autograd.grad(energy, x)[0]
 
 
-def test_a_model_may_compute_gradients_itself():
-    model, x = Forces(4, 2), torch.randn(3, 4)
+class ForcesWithoutGraph(Forces):
+    @torch.enable_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model_class", [Forces, ForcesWithoutGraph])
+def test_a_model_may_compute_gradients_itself(model_class):
+    model, x = model_class(4, 2), torch.randn(3, 4)
     evaluate = mezzo.EvalStep(model, "O0")
     for _ in range(2):
         energy, forces = evaluate(x)
         assert torch.equal(forces, model(x)[1])
         assert not energy.requires_grad
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        mezzo.EvalStep(model_class(4, 2), "O0")(x)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -57,6 +57,14 @@ class TestBuffers:
         self.after_one_step(model).restore(True)
         assert all(map(torch.equal, model.buffers(), before))
 
+    def test_sparse_ones_are_constants(self):
+        model = self.model()
+        model.register_buffer("adjacency", torch.eye(4).to_sparse())
+        buffers = self.after_one_step(model)
+        buffers.restore(True)
+        assert model[0].running_mean.eq(0.0).all()
+        assert len(buffers.tensors) == len(list(model.buffers())) - 1
+
     def test_modes_are_those_of_modules_and_parameters(self):
         model = self.model()
         modules, parameters = list(model.modules()), list(model.parameters())

@@ -164,6 +164,69 @@ def test_a_saved_step_resumes_bit_for_bit(name, level, dtype, at):
     )
 
 
+class Proxies(nn.Module):
+    """A loss with a trained vector of each class."""
+
+    def __init__(self):
+        super().__init__()
+        self.vectors = nn.Parameter(torch.eye(4))
+
+    def forward(self, output, y):
+        return nn.functional.cross_entropy(output @ self.vectors.t(), y)
+
+
+def proxies_step(level, dtype, *, by_hand=False, **options):
+    torch.manual_seed(0)
+    model, loss_fn = nn.Linear(6, 4), Proxies()
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss_fn.parameters()], 0.1)
+    if not by_hand:
+        return mezzo.TrainStep(model, loss_fn, optimizer, level, dtype=dtype, **options)
+    mezzo.decorate([model, loss_fn], optimizer, level, dtype=dtype)
+    return mezzo.TrainStep(model, loss_fn, optimizer)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_a_loss_function_with_parameters_is_trained_and_saved(level, dtype, by_hand, tmp_path):
+    x, y = torch.randn(8, 6), torch.arange(8) % 4
+    step = proxies_step(level, dtype, by_hand=by_hand)
+    assert step.models == (step.model, step.loss_fn)
+    before = step.loss_fn.vectors.detach().clone()
+    losses = [float(step(x, y)) for _ in range(10)]
+    assert losses[-1] < losses[0] / 2
+    assert not torch.equal(step.loss_fn.vectors, before)
+    half = getattr(torch, dtype)
+    assert step.loss_fn.vectors.dtype is (half if level == "O2" else torch.float32)
+    mezzo.save_checkpoint(tmp_path / "run.pt", step=step)
+    resumed = proxies_step(level, dtype, by_hand=by_hand)
+    mezzo.load_checkpoint(tmp_path / "run.pt", step=resumed)
+    assert [float(step(x, y)) for _ in range(3)] == [float(resumed(x, y)) for _ in range(3)]
+    assert not mezzo.trace_overflow(step, (x, y))
+
+
+def test_a_parameter_that_the_model_casts_itself_is_named_when_the_scale_falls():
+    class Cast(Proxies):
+        def forward(self, output, y):
+            # As losses do that follow the dtype of their input.
+            self.vectors.data = self.vectors.data.to(output.dtype)
+            return super().forward(output, y)
+
+    model, loss_fn = nn.Linear(6, 4), Cast()
+    optimizer = torch.optim.Adam([*model.parameters(), *loss_fn.parameters()], 0.1)
+    step = mezzo.TrainStep(model, loss_fn, optimizer, "O1", dtype="float16")
+    x, y = torch.full((8, 6), INF), torch.arange(8) % 4
+    with pytest.warns(UserWarning, match=r"'vectors' is 16-bit.*policy 'O2'"):
+        _ = [step(x, y) for _ in range(25)]
+
+
+def test_a_loss_function_whose_parameters_are_not_trained_stays_as_it_is():
+    model, loss_fn = nn.Linear(6, 4), Proxies()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = mezzo.TrainStep(model, loss_fn, optimizer, "O2", dtype="bfloat16")
+    assert step.models == (model,)
+    assert loss_fn.vectors.dtype is torch.float32
+
+
 def test_a_nan_loss_without_a_scaler_is_warned_about_once():
     with pytest.warns(UserWarning, match="The loss is nan"), _events.listen() as events:
         _, step = in_steps(

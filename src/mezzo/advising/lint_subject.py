@@ -17,12 +17,14 @@ from mezzo.advising.loop_trace import LoopTrace
 from mezzo.advising.op_trace import OpTrace, Product, buffers_restored, traced
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import enter_regions
+from mezzo.observing.model_copy import CopiedResults
 from mezzo.policy.decide import resolve
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level
 from mezzo.prepare.arguments import Optimizer, unwrapped
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import Decoration, decoration_of
+from mezzo.step.eval_step import needs_gradients
 from mezzo.step.inputs import ModelArguments, call_model
 from mezzo.step.outputs import split_loss
 
@@ -153,15 +155,16 @@ class SampleRun:
         *,
         is_step: bool = False,
     ) -> None:
-        has_target = isinstance(sample, tuple | list) and len(sample) > 1
+        arguments = tuple(sample) if isinstance(sample, tuple | list) else ()
+        has_target = len(arguments) > 1
         if loss_fn is not None and not has_target and not is_step:
             raise PolicyError(
                 f"With loss_fn the sample is (inputs, target), got {type(sample).__name__}. Pass"
                 " sample=(x, y), or leave out loss_fn."
             )
-        # A step without a target calls its loss function with the output only.
-        inputs = sample[0] if loss_fn is not None and has_target else sample
-        self._target: Any = sample[1] if loss_fn is not None and has_target else ()
+        # A step without a target takes the inputs only, which may be a tuple: step((a, b)).
+        inputs = arguments[0] if loss_fn is not None and arguments else sample
+        self._target: Any = arguments[1] if loss_fn is not None and has_target else ()
         self.plain, self._loss_fn = model, loss_fn
         self.inputs = ModelArguments(unwrapped(model)).arrange((inputs,), {})
         is_decorated = decoration_of(unwrapped(model)) is not None
@@ -169,11 +172,22 @@ class SampleRun:
         # A decorated model enters its region itself, and a training step around the loss too.
         self.policy = None if is_decorated and not is_step else policy
         """The policy whose region is entered; None if the model runs as it is."""
+        self.grad_mode: Any = torch.no_grad
+        """The context to run in: `torch.enable_grad` if the model computes gradients itself."""
 
     def trace(self) -> OpTrace:
         """Run once, and return what ran."""
+        try:
+            return self._trace()
+        except RuntimeError as error:
+            if not needs_gradients(error):
+                raise
+        self.grad_mode = torch.enable_grad
+        return self._trace()
+
+    def _trace(self) -> OpTrace:
         trace = OpTrace()
-        with buffers_restored(self.model), torch.no_grad():
+        with buffers_restored(self.model), self.grad_mode():
             traced(self.model, self.forward, trace)
         return trace
 
@@ -210,7 +224,8 @@ class SampleRun:
 
 def _prepared(model: nn.Module, policy: Policy) -> nn.Module:
     """Return a copy of a model under a policy, without masters, for nothing is updated."""
-    copied = deepcopy(model)
+    with CopiedResults():
+        copied = deepcopy(model)
     if policy.level in (Level.O2, Level.O3):
         decorate(copied, None, replace(policy, master="none"))
     return copied

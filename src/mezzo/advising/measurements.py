@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from mezzo.advising.lint_subject import Cost, SampleRun, device_of
 from mezzo.advising.op_trace import Product, buffers_restored
 from mezzo.advising.timing import interleaved_medians, synchronize, time_once, time_ops
+from mezzo.observing.model_copy import CopiedResults
 from mezzo.step.inputs import IMAGE_DIMS, move_inputs
 
 _PRODUCTS = frozenset(
@@ -32,7 +33,7 @@ _REPEATS = 20
 def measure_cost(run: SampleRun) -> Cost:
     """Measure the forward pass of a sample. Parameters, buffers and random state are restored."""
     device = device_of(run.plain)
-    with torch.no_grad(), buffers_restored(run.model), buffers_restored(run.plain):
+    with run.grad_mode(), buffers_restored(run.model), buffers_restored(run.plain):
         run.forward()
         used = _peak_memory(run.forward, device)
         wall = time_once(run.forward, device)
@@ -70,12 +71,13 @@ def measure_layout(run: SampleRun) -> float | None:
     has_images = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     if device.type != "cuda" or not has_images:
         return None
-    last = deepcopy(run.model)
+    with CopiedResults():
+        last = deepcopy(run.model)
     for parameter in last.parameters():
         if parameter.dim() == IMAGE_DIMS:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     inputs = move_inputs(run.inputs, device, channels_last=True)
-    with torch.no_grad(), buffers_restored(run.model):
+    with run.grad_mode(), buffers_restored(run.model):
         first, second = interleaved_medians(
             [run.forward, lambda: run.run_on(last, inputs)], device, _ROUNDS
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mezzo.advising.advice import Precision, Setting
 from mezzo.advising.lint_subject import device_of
+from mezzo.observing.model_copy import CopiedResults
 from mezzo.prepare.arguments import Optimizers, optimizers_of
 from mezzo.step.eval_step import EvalStep
 from mezzo.step.train_step import TrainStep
@@ -47,7 +48,8 @@ class SettingRun:
         options = {"capture": setting.captured, **dtype, **workload.overrides}
         with self._precision():
             # Copied together, so that the copy of the optimizer has the copied parameters.
-            model, optimizer = deepcopy((workload.model, workload.optimizer))
+            with CopiedResults():
+                model, optimizer = deepcopy((workload.model, workload.optimizer))
             self._call: Any
             if workload.training:
                 optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-6)

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from mezzo._errors import MezzoError, nearest
+from mezzo._errors import MEZZO_FOLDER, MezzoError, nearest
 
-_OWN = (str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent), "<frozen importlib")
+_OWN = (MEZZO_FOLDER, str(Path(importlib.__file__).parent), "<frozen importlib")
 """Where frames before those of the user's code are: mezzo, and the import system."""
 
 

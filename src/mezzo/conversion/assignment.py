@@ -254,7 +254,8 @@ def exceeds_range(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     >>> exceeds_range(torch.tensor([1.0, torch.inf]), torch.float16)
     False
     """
-    if tensor.dtype is not torch.float32 or not tensor.numel() or tensor.is_meta:
+    is_dense = tensor.layout is torch.strided and not tensor.is_meta
+    if tensor.dtype is not torch.float32 or not tensor.numel() or not is_dense:
         return False
     with torch.no_grad():
         low, high = torch.aminmax(tensor.detach())

@@ -176,8 +176,7 @@ def _functional(node: Node) -> OpOverload[..., Any] | None:
         or not node.target._schema.name.endswith("_")
     ):
         return None
-    name = node.target._schema.name.partition("::")[2][:-1]
-    found = getattr(getattr(torch.ops.aten, name, None), node.target._overloadname, None)
+    found = _functional_overload(node.target)
     dtypes = {value.dtype for read in node.all_input_nodes for value in float_values(read)} | {
         value.dtype for value in float_values(node)
     }
@@ -188,3 +187,19 @@ def _functional(node: Node) -> OpOverload[..., Any] | None:
         and aten_name(node) not in ("copy", "fill", "zero", "set", "resize")
         else None
     )
+
+
+def _functional_overload(in_place: OpOverload[..., Any]) -> OpOverload[..., Any] | None:
+    """Return the overload of the functional op with the same arguments, or None.
+
+    Its name may differ: `pow_.Scalar` takes a scalar exponent, `pow.Scalar` a scalar base.
+    """
+    name = in_place._schema.name.partition("::")[2][:-1]
+    functional = getattr(torch.ops.aten, name, None)
+    overloads = [] if functional is None else functional.overloads()
+    candidates = (getattr(functional, overload) for overload in overloads)
+    return next((one for one in candidates if _arguments(one) == _arguments(in_place)), None)
+
+
+def _arguments(op: OpOverload[..., Any]) -> list[tuple[str, str, bool]]:
+    return [(one.name, str(one.type), one.kwarg_only) for one in op._schema.arguments]

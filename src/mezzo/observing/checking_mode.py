@@ -18,6 +18,10 @@ from mezzo.observing.op_places import OpPlace, PlaceTracker, leaves_of
 from mezzo.policy.registry import registry
 from mezzo.scaling.mesh import local
 
+_WITH_LOGARITHMS = ("_scaled_dot_product_", "_ctc_loss")
+"""Beginnings of the names of ops that return logarithms of sums beside their result. These are
+minus infinity in masked rows, and for alignments that are not possible."""
+
 
 @dataclass(frozen=True)
 class OpFilter:
@@ -142,12 +146,11 @@ class CheckingMode(TorchDispatchMode):
         outputs = _checkable(leaves_of((result,)))
         outputs = outputs or (inputs if writes else [])
         self._known.update(tensor.untyped_storage() for tensor in (*inputs, *outputs))
-        if aten.startswith("_scaled_dot_product_") and not place.backward:
-            # The logarithms of sums that it also returns are minus infinity in masked rows.
+        if aten.startswith(_WITH_LOGARITHMS) and not place.backward:
             outputs = outputs[:1]
         if outputs and not aten.startswith(("empty", "new_empty")):
             unknown = [] if writes else unknown
-            node = _gradient_node(place)
+            node = gradient_node() if place.backward else None
             op = CheckedOp(name, aten, place, inputs, outputs, unknown, before, fills, node)
             self._recorder.add(op, ranges)
         return result
@@ -156,9 +159,9 @@ class CheckingMode(TorchDispatchMode):
 # -- gradients -------------------------------------------------------------------------------------
 
 
-def _gradient_node(place: OpPlace) -> Any:
+def gradient_node() -> Any:
     """Return the node that computes gradients now; None for one that only adds them up."""
-    node = current_autograd_node() if place.backward else None
+    node = current_autograd_node()
     return None if hasattr(node, "variable") else node
 
 

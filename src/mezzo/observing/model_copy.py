@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.prepare.half_weights import HalfWeights
@@ -16,10 +17,11 @@ from mezzo.prepare.half_weights import HalfWeights
 
 def plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
     """Return a copy of a model, not decorated, with exact float32 weights where it has them."""
-    try:
-        copied = deepcopy(model, _memo(model))
-    except TypeError:
-        copied = deepcopy(model, _memo(model) | _uncopyable(model))
+    with CopiedResults():
+        try:
+            copied = deepcopy(model)
+        except TypeError:
+            copied = deepcopy(model, _uncopyable(model))
     for module in copied.modules():
         forward = module.__dict__.get("forward")
         if getattr(forward, "__module__", type(forward).__module__).startswith("mezzo."):
@@ -54,14 +56,16 @@ def _strip(module: nn.Module) -> None:
             return
 
 
-def _memo(model: nn.Module) -> dict[int, Any]:
-    """Return replacements for what cannot be copied: results of an earlier forward pass."""
-    return {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
+class CopiedResults(TorchFunctionMode):
+    """Let `deepcopy` copy results of an earlier forward pass that a model keeps, detached."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            result, memo = args
+            return memo.setdefault(id(result), result.detach().clone())
+        return func(*args, **(kwargs or {}))
 
 
 def _uncopyable(model: nn.Module) -> dict[int, Any]:
@@ -76,9 +80,6 @@ def _is_copyable(value: Any) -> bool:
     except TypeError:
         # The dictionary of the modules inside is copied, without what they keep.
         return isinstance(value, dict) and any(isinstance(one, nn.Module) for one in value.values())
-    except RuntimeError:
-        # A tensor with a history, which has a replacement.
-        return True
     return True
 
 

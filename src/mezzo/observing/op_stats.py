@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mezzo._dtypes import dtype_name
+from mezzo._errors import MEZZO_FOLDER
 from mezzo._torch import (
     OpOverload,
     TorchDispatchMode,
@@ -32,7 +32,6 @@ _CAST_FUNCTIONS = frozenset(
 _CASTS = frozenset({"_to_copy", "copy_", "copy"})
 _UNCOUNTED = ("empty", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh")
 """Beginnings of the names of ops that compute nothing, besides views."""
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def op_stats(model: Any = None, *, time: bool = False) -> OpStats:
@@ -218,7 +217,7 @@ class _CastFunctions(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         before = self.is_user_cast
         # mezzo's own casts, of function modes and of the inputs of a decorated model.
-        self.is_user_cast = not sys._getframe(1).f_code.co_filename.startswith(_PACKAGE)
+        self.is_user_cast = not sys._getframe(1).f_code.co_filename.startswith(MEZZO_FOLDER)
         try:
             return func(*args, **(kwargs or {}))
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isinf
 from types import CodeType
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo._torch import OpOverload, TorchDispatchMode, current_autograd_node, pytree
+from mezzo.observing.checking_mode import call_after, gradient_node
 from mezzo.observing.finding import Finding, InputRange, Kind, NamedTensor
 from mezzo.observing.function_places import FunctionPlaces, Pausable, Place
 
@@ -79,7 +81,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
         self._observe = observe
         """Called with every result; then nothing ends the run."""
         listed = list(named)
-        self._named = {_storage(named.tensor): named for named in listed}
+        self._named = {_storage(named.tensor): named for named in listed if _real(named.tensor)}
         self._order = {one.name: index - len(listed) for index, one in enumerate(listed)}
         self._shadows: dict[Any, Shadow] = {}
         self._kept: list[Tensor] = []
@@ -163,9 +165,23 @@ class ShadowMode(Pausable, TorchDispatchMode):
         shadow = self._keep(result, self._compare(call, result, found, exact, origin))
         if self._observe is None:
             # An op may have several results, and the first may be the one that failed.
-            self.finding = self.finding or self._judge(call, result, found, shadow)
+            finding = self._judge(call, result, found, shadow)
+            node = gradient_node()
+            if finding is not None and finding.kind is Kind.OVERFLOW and node is not None:
+                call_after(node, partial(self._confirm, finding))
+            else:
+                self.finding = self.finding or finding
         else:
             self._observe(self._error_of(call, result, found, shadow))
+
+    def _confirm(self, finding: Finding, is_bad: Tensor) -> None:
+        """Keep the finding of an op in the formula of a gradient if that is not finite.
+
+        That of `cdist` divides by distances, and leaves out those that are zero.
+        """
+        is_first = self.finding is None or finding.number < self.finding.number
+        if is_first and bool(is_bad):
+            self.finding = finding
 
     def _compare(
         self, call: _Call, result: Tensor, found: Tensor, exact: Tensor, origin: Finding | None
@@ -190,7 +206,8 @@ class ShadowMode(Pausable, TorchDispatchMode):
             overflow = self._found(Kind.OVERFLOW, call, result, exact, torch.inf)
             return call.flushed or self._of_parameter(call, overflow) or overflow
         # Without a rounding to 16 bits float32 has lost these digits.
-        if (call.causes or shadow.causes) and _lost_digits(result, shadow, call):
+        rounded = (call.causes or shadow.causes) and not _subtracts_itself(found, call)
+        if rounded and _lost_digits(result, shadow, call):
             return call.flushed or self._found(Kind.DIGITS, call, result, exact, shadow.error)
         return None
 
@@ -358,6 +375,15 @@ def _lost_digits(result: Tensor, shadow: Shadow, call: _Call) -> bool:
         shadow.error > _AMPLIFIED * max(call.error, torch.finfo(result.dtype).eps)
         and shadow.norm > _CANCELLED * call.norm
     )
+
+
+def _subtracts_itself(found: Tensor, call: _Call) -> bool:
+    """Return whether a number on the host was subtracted from the tensor it is of: `x - x.item()`.
+
+    The number was rounded, and has no shadow. Such a zero is meant to be one.
+    """
+    is_number = any(isinstance(one, float) for one in pytree.tree_leaves(call.args))
+    return call.name in {"sub", "rsub", "add"} and is_number and not bool(found.any())
 
 
 @contextmanager

@@ -90,11 +90,12 @@ class Overflow:
             return [
                 "16 bits are the cause, and no policy was found that cures it: change the code."
             ]
-        outcome = (
-            "verified: run with it, the batch does not fail"
-            if self.verified
-            else "not verified: run with it, the batch still fails; change the code"
-        )
+        if self.verified:
+            outcome = "verified: run with it, the batch does not fail"
+        elif self.policy is None:
+            outcome = "not verified: make or load the model again"
+        else:
+            outcome = "not verified: run with it, the batch still fails; change the code"
         return [f"Pass {self.cure} ({outcome})."]
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +216,9 @@ def _float32_failure(replay: Replay, in_16_bits: Finding) -> Overflow | None:
         case Kind.DATA:
             return _of_data(replay, finding)
         case Kind.PARAMETERS:
-            return _of_parameter(replay, finding.place.op, "is not finite before the step")
+            written = _written_in_16_bits(replay, finding.place.op)
+            reason = "is not finite before the step"
+            return written or _of_parameter(replay, finding.place.op, reason)
     if finding.kind is Kind.OVERFLOW and (largest := _largest_parameter(replay)) is not None:
         name, value = largest
         reason = (
@@ -260,6 +263,25 @@ def _of_parameter(replay: Replay, name: str, reason: str, cure: Cure | None = No
         cure="" if cure is None else cure.entry,
         policy=None if cure is None else cure.policy,
         verified=cure is not None and cure.verified,
+    )
+
+
+def _written_in_16_bits(replay: Replay, name: str) -> Overflow | None:
+    """Return what is wrong with a parameter that is 16-bit and written by the model itself.
+
+    No optimizer trains it, so that it has no master weight; None for other parameters.
+    """
+    parameters = dict(one for model in replay.models for one in model.named_parameters())
+    parameter = parameters.get(name)
+    if parameter is None or parameter.requires_grad or parameter.dtype not in HALF_DTYPES:
+        return None
+    dtype = dtype_name(parameter.dtype)
+    reason = f"is not finite before the step: it is {dtype}, and only the model itself writes it"
+    module = name.rpartition(".")[0] or name
+    return replace(
+        _of_parameter(replay, name, reason),
+        precision=True,
+        cure=f"keep_full={{*mezzo.NORMS, {module!r}}}",
     )
 
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
-import torch
+from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_LIBRARIES = (TORCH_FOLDER, MEZZO_FOLDER, "<")
 """Prefixes of the files whose frames are not the user's. Compiled code has names in brackets."""
 
 

@@ -228,7 +228,8 @@ class OptimizerBinding:
             raise UnsupportedError(
                 f"{type(self.optimizer).__name__}.step(closure) is not supported over 16-bit"
                 " parameters: it would evaluate the closure before the parameters are updated from"
-                " their master weights. Compute the loss and its gradients first, then call step()."
+                " their master weights. Compute the loss and its gradients first, then call step();"
+                " or train at O1, which has none, if the optimizer needs the closure."
             )
         with torch.enable_grad():
             return closure()

@@ -42,10 +42,12 @@ def refuse_unreadable(name: str, part: Any) -> None:
         checkpoint_file.save(map_tensors(part, _empty), buffer)
         checkpoint_file.load(buffer)
     except Exception as error:
+        cause = str(error.__cause__ or error).rstrip(".")
         raise CheckpointError(
             f"The part {name!r} holds a value that torch.load(weights_only=True) does not read:"
-            f" {error.__cause__ or error} Save plain numbers, strings, tensors, and lists and"
-            " dictionaries of them."
+            f" {cause}. Save plain numbers, strings, tensors, and"
+            " lists and dictionaries of them; or declare a class that you trust before saving and"
+            " loading: torch.serialization.add_safe_globals([Class])."
         ) from error
 
 
@@ -54,6 +56,11 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     if getattr(tensor, "is_quantized", False) or tensor.is_nested or tensor.is_meta:
         raise TypeError(
             f"a tensor of {tensor.dtype} on {tensor.device}, quantized, nested or without values."
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}."
+            " Register such a buffer with persistent=False"
         )
     return torch.empty(0)
 

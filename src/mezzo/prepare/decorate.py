@@ -359,7 +359,11 @@ def refuse_moves(model: nn.Module, *, converted: bool) -> Callable[[], None]:
     Refuses other device types. If parameters were cast or are sharded at O2, refuses every other
     device and dtype, also for each submodule: master weights would not follow.
     """
-    guarded = dict(model.named_modules()) if converted else {"": model}
+    guarded = {"": model}
+    if converted:
+        # A class that defines its pickles would pickle the guard, which refers to the module again.
+        modules = model.named_modules()
+        guarded |= {name: one for name, one in modules if not forward.pickles_itself(one)}
     for name, module in guarded.items():
         module.__dict__["_apply"] = _MoveGuard(module, name, converted=converted)
     return partial(_allow_moves, list(guarded.values()))

@@ -217,6 +217,8 @@ def _find_places(model: nn.Module, *, buffers: bool) -> Iterator[_Place]:
                     tensor is not None
                     and id(tensor) not in seen
                     and (tensor.is_floating_point() or tensor.is_complex())
+                    # The adjacency of a graph is a constant.
+                    and tensor.layout is torch.strided
                 ):
                     seen.add(id(tensor))
                     yield _Place(f"{prefix}.{key}" if prefix else key, tensors, key)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -32,8 +32,8 @@ DECORATION = "_mezzo_decoration"
 
 _WRAPPED, _RULED = "mezzo_behind", "mezzo_original"
 """Attributes of forwards that a wrapper and a module rule have put in place: what they replaced."""
-_REDUCE = "__reduce_ex__"
-_NOT_COPIED = (_REDUCE, "_apply", DECORATION)
+_REDUCE, _DEEPCOPY = "__reduce_ex__", "__deepcopy__"
+_NOT_COPIED = (_REDUCE, _DEEPCOPY, "_apply", DECORATION)
 """Attributes of a decorated model that its copies do not get."""
 
 
@@ -100,11 +100,18 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
     restore_forward = replace_forward(model, _WRAPPED, make)
     wrapped: Any = model.__dict__["forward"]
     wrapped.__func__.mezzo_wrapper = wrapper
-    model.__dict__[_REDUCE] = MethodType(_reduced, model)
+    model.__dict__.update(
+        {
+            name: MethodType(method, model)
+            for name, method in ((_REDUCE, _reduced), (_DEEPCOPY, _deep_copied))
+            if hasattr(type(model), name)
+        }
+    )
 
     def restore() -> None:
         restore_forward()
         model.__dict__.pop(_REDUCE, None)
+        model.__dict__.pop(_DEEPCOPY, None)
 
     return restore
 
@@ -123,7 +130,7 @@ def _signature(function: Forward, *, bound: bool) -> inspect.Signature:
 
 
 # -- copies and pickles ----------------------------------------------------------------------------
-# Pickles refer to `_made_again` and `_unpickled_forward` by name.
+# Pickles refer to `_made_again`, `_made_and_wrapped` and `_unpickled_forward` by name.
 
 
 def _made_again(region: Region, policy: Policy | None, *options: Any) -> ForwardWrapper:
@@ -151,7 +158,12 @@ def _unpickled_forward(model: nn.Module, wrapper: ForwardWrapper, original: Any)
 
 def _reduced(model: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Reduce a model for pickle and copy, with a forward that can be rebuilt."""
-    reduced: Any = type(model).__reduce_ex__(model, protocol)
+    reduced: Any
+    if pickles_itself(model):
+        with _unwrapped(model) as wrapper:
+            reduced = type(model).__reduce_ex__(model, protocol)
+        return _made_and_wrapped, (wrapper, *reduced[:2])
+    reduced = type(model).__reduce_ex__(model, protocol)
     state = reduced[2]
     if not isinstance(state, dict) or not hasattr(state.get("forward"), "mezzo_wrapper"):
         return tuple(reduced)
@@ -160,6 +172,41 @@ def _reduced(model: nn.Module, protocol: Any) -> tuple[Any, ...]:
     copied = {name: value for name, value in state.items() if name not in _NOT_COPIED}
     copied["forward"] = _PickledForward(model, state["forward"])
     return (*reduced[:2], copied, *reduced[3:])
+
+
+def pickles_itself(model: nn.Module) -> bool:
+    """Return whether the class of a model defines its pickles, as `torch.fx.GraphModule` does."""
+    return type(model).__reduce__ is not object.__reduce__
+
+
+def _deep_copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a model as its class does, and wrap the forward of the copy."""
+    with _unwrapped(model) as wrapper:
+        copied: nn.Module = type(model).__deepcopy__(model, memo)  # type: ignore[attr-defined]
+    wrap_forward(wrapper, copied)
+    return copied
+
+
+def _made_and_wrapped(
+    wrapper: ForwardWrapper, make: Callable[..., nn.Module], arguments: tuple[Any, ...]
+) -> nn.Module:
+    model = make(*arguments)
+    wrap_forward(wrapper, model)
+    return model
+
+
+@contextmanager
+def _unwrapped(model: nn.Module) -> Iterator[ForwardWrapper]:
+    """Take out of a model what decoration has put there in the block, which copies it."""
+    attributes = model.__dict__
+    if DECORATION in attributes and attributes[DECORATION].plan.converts:
+        _refuse_averaged_model()
+    names = [name for name in ("forward", *_NOT_COPIED) if name in attributes]
+    taken = {name: attributes.pop(name) for name in names}
+    try:
+        yield taken["forward"].mezzo_wrapper
+    finally:
+        attributes.update(taken)
 
 
 def _refuse_averaged_model() -> None:

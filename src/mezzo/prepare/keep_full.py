@@ -36,8 +36,9 @@ class KeepFull:
     ruled: tuple[nn.Module, ...] = ()
     """Modules that run in float32 by a rule of the policy: with 16-bit parameters they would
     compute with rounded weights."""
-    keeps_parametrized: bool = False
-    """Keep parameters float32 whose parametrization computes with buffers, which stay float32."""
+    keeps_with_buffers: bool = False
+    """Keep parameters float32 whose parametrization, or a norm that is not torch's, computes with
+    buffers, which stay float32."""
 
     def reasons(self, model: nn.Module) -> dict[str, str]:
         """Return the tensors that stay float32: qualified name → reason."""
@@ -45,7 +46,7 @@ class KeepFull:
             name: self._of_module(name, module)
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        reasons = dict(_parametrized(model)) if self.keeps_parametrized else {}
+        reasons = dict(_used_with_buffers(model)) if self.keeps_with_buffers else {}
         for name in _tensor_names(model):
             of_parents = (reason for parent in _parents(name) if (reason := modules[parent]))
             if reason := next(of_parents, "") or self._of_tensor(name):
@@ -117,7 +118,7 @@ def read_keep_full(
         without_instances.keep_full,
         instances,
         _in_float32(full, models),
-        keeps_parametrized=casts_only_parameters(full),
+        keeps_with_buffers=casts_only_parameters(full),
     )
     keep.check_matches(models)
     return full, keep
@@ -181,8 +182,12 @@ def _matches_anything(selector: Selector, model: nn.Module) -> bool:
     )
 
 
-def _parametrized(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield parameters that are computed with buffers, as a spectral norm does, with the reason."""
+def _used_with_buffers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield parameters that a module computes with together with buffers, with the reason.
+
+    These are spectral norms, parametrizations, and norms that are written by hand: some have a
+    weight and a bias of zeros as a buffer, others running statistics.
+    """
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for hook in module._forward_pre_hooks.values():
@@ -196,6 +201,18 @@ def _parametrized(model: nn.Module) -> Iterator[tuple[str, str]]:
             )
             for name, _ in module.named_parameters(recurse=False):
                 yield f"{prefix}{name}", f"{classes} computes it with float32 buffers"
+        elif _is_norm_with_buffers(module):
+            for name, _ in module.named_parameters(recurse=False):
+                yield f"{prefix}{name}", f"{type(module).__name__} uses it with float32 buffers"
+
+
+def _is_norm_with_buffers(module: nn.Module) -> bool:
+    return (
+        "norm" in type(module).__name__.lower()
+        and not isinstance(module, NORMS)
+        and next(module.children(), None) is None
+        and any(buffer.is_floating_point() for buffer in module.buffers())
+    )
 
 
 def _tensor_names(model: nn.Module) -> Iterator[str]:

@@ -12,9 +12,7 @@ import re
 import traceback
 from pathlib import Path
 
-import torch
-
-from mezzo._errors import MezzoError, UnsupportedError
+from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER, MezzoError, UnsupportedError
 from mezzo.policy.registry import registry
 
 _MIXED_DTYPES = re.compile(
@@ -22,8 +20,7 @@ _MIXED_DTYPES = re.compile(
     flags=re.IGNORECASE,
 )
 """Found in torch's messages about 16-bit and float32 tensors."""
-_INSIDE = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
-"""The folders of mezzo and torch."""
+_SPARSE = "sparse."
 _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 """Found in messages about a floating-point index."""
 
@@ -36,6 +33,12 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
     if call is None:
         return None
     op, message = call.rstrip("_"), str(error).splitlines()[0]
+    if call.startswith(_SPARSE):
+        return UnsupportedError(
+            f"torch.{call} got 16-bit and float32 tensors, which it does not accept ({message}). No"
+            " policy acts on it: run the module that calls it in float32, with"
+            " modules={name: 'full'}; or call it with float32 inputs where autocast is disabled."
+        )
     if call != op:
         return UnsupportedError(
             f"{call} writes values of one dtype into a tensor of another, which it does not accept"
@@ -67,7 +70,8 @@ def explain_backward(error: RuntimeError) -> UnsupportedError | None:
         f"The backward of an autograd.Function ({Path(frame.filename).name}:{frame.lineno}) got"
         f" 16-bit and float32 tensors ({str(error).splitlines()[0]}), since it runs without"
         " autocast. Decorate its forward with @torch.amp.custom_fwd(device_type=...) and its"
-        " backward with @torch.amp.custom_bwd(device_type=...)."
+        " backward with @torch.amp.custom_bwd(device_type=...); or, if it reads 16-bit parameters,"
+        " keep them float32 with keep_full=."
     )
 
 
@@ -78,7 +82,7 @@ def _mixes_dtypes(error: RuntimeError) -> bool:
 
 def _is_inside(frame: traceback.FrameSummary) -> bool:
     """Return whether a frame runs code of mezzo or torch."""
-    return frame.filename.startswith(_INSIDE)
+    return frame.filename.startswith((MEZZO_FOLDER, TORCH_FOLDER))
 
 
 def _failed_call(error: RuntimeError) -> str | None:
@@ -110,6 +114,8 @@ def _expression(frame: traceback.FrameSummary) -> str:
 def _called(expression: str) -> str | None:
     """Return the op that an expression calls; an expression with an index writes there.
 
+    Functions of `torch.sparse` are no ops of policies.
+
     >>> _called("table.index_add_(0, index, source)"), _called("x + y"), _called("self.head(x)")
     ('index_add_', None, None)
     >>> _called("table[index]")
@@ -125,4 +131,6 @@ def _called(expression: str) -> str | None:
         return None
     function = node.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if ast.unparse(function).endswith(f"{_SPARSE}{name}"):
+        return _SPARSE + name
     return name if name.rstrip("_") in registry().names else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo._dtypes import dtype_name
+from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.prepare.ema import refused_while_lent
 from mezzo.scaling.scaler import GradScaler
@@ -188,13 +188,28 @@ class Step:
         self._checks_small_scale = False
         name = self._runner.first_nonfinite()
         source = f"; the gradient of {name!r} is not finite" if name else ""
+        cause = self._cast_by_model() or (
+            "The gradients overflow float16 even without scaling: look for a loss that is summed"
+            " where it should be averaged, or use dtype='bfloat16'. mezzo.trace_overflow(step,"
+            " batch) names the op that overflows and its line."
+        )
         warnings.warn(
-            f"The loss scale fell to {scale:g}, below 1{source}. The gradients overflow float16"
-            " even without scaling: look for a loss that is summed where it should be averaged, or"
-            " use dtype='bfloat16'. mezzo.trace_overflow(step, batch) names the op that overflows"
-            " and its line.",
+            f"The loss scale fell to {scale:g}, below 1{source}. {cause}",
             UserWarning,
             stacklevel=4,
+        )
+
+    def _cast_by_model(self) -> str:
+        """Return what to do if the model has cast a trained parameter to 16 bits; empty if not."""
+        plan = self._components.decoration.plan
+        parameters = (one for model in self.models for one in model.named_parameters())
+        cast = [name for name, one in parameters if one.requires_grad and one.dtype in HALF_DTYPES]
+        if plan.converts or not cast:
+            return ""
+        return (
+            f"The parameter {cast[0]!r} is 16-bit, and {plan.policy.level.value} keeps no master"
+            " weights: small updates are lost, and Adam may divide by an eps that is 0 in float16."
+            " If the model casts it itself, use policy 'O2', which adds master weights."
         )
 
     # -- metrics: reading them does not synchronize ------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import threading
 import traceback
 import warnings
@@ -17,6 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from mezzo._casting import map_tensors
+from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER
 from mezzo._torch import (
     clear_cublas_workspaces,
     end_allocate_to_pool,
@@ -357,12 +359,11 @@ def _is_capturing_for_caller() -> bool:
 
 _SYNC_MESSAGE = "called a synchronizing CUDA operation"
 _PROTOTYPE_MESSAGE = "Synchronization debug mode"
-_MEZZO = Path(__file__).parents[1]
-_STEP_PACKAGE = str(_MEZZO / "step")
+_STEP_PACKAGE = str(Path(__file__).parent)
 _RECORDING_FILES = (__file__, warnings.__file__)
-_LIBRARIES = tuple(
-    str(path) for path in (Path(torch.__file__).parent, _MEZZO, Path(warnings.__file__).parent)
-)
+_STANDARD_LIBRARY = str(Path(warnings.__file__).parent)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+"""Folders of installed packages. Without a virtual environment the standard library has them."""
 
 
 @contextmanager
@@ -409,9 +410,16 @@ def user_line(stack: traceback.StackSummary) -> str:
     for frame in reversed(frames):
         if frame.filename.startswith(_STEP_PACKAGE):
             break
-        if not frame.filename.startswith(_LIBRARIES):
+        if not _is_library(frame.filename):
             return _format_frame(frame)
     return _format_frame(frames[-1]) if frames else "a line that is not in a file"
+
+
+def _is_library(file: str) -> bool:
+    """Return whether a file belongs to mezzo, torch or the standard library."""
+    return file.startswith((MEZZO_FOLDER, TORCH_FOLDER)) or (
+        file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED)
+    )
 
 
 def _format_frame(frame: traceback.FrameSummary) -> str:

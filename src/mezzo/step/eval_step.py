@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzo._casting import map_tensors
 from mezzo._errors import PolicyError
 from mezzo._torch import dispatch_mode_count
 from mezzo.policy.types import Level
@@ -37,11 +38,16 @@ from mezzo.step.replay_timing import ReplayTiming
 
 _ADDRESS = methodcaller("data_ptr")
 _NEEDS_GRADIENTS = re.compile(r"does not require grad|Inference tensors cannot")
-"""Found in torch's messages about gradients in inference mode."""
+"""Found in torch's messages about gradients that are computed without a graph."""
 _WARM_UP = 2
 """Eager calls before the first capture, at least one of them with the inputs to capture."""
 _CALL = "call"
 """Key of the only graph of each kind of inputs."""
+
+
+def needs_gradients(error: RuntimeError) -> bool:
+    """Return whether a model raised because it computes gradients itself, and had no graph."""
+    return _NEEDS_GRADIENTS.search(str(error)) is not None
 
 
 class EvalStep:
@@ -91,8 +97,12 @@ class EvalStep:
         self._device = next(iter(model.parameters())).device
         self._capture = Capture.parse(capture)
         self._is_sharded = is_sharded_model((model,))
-        self._differentiates = False
-        """Whether the forward pass computes gradients, such as forces from an energy."""
+        # FSDP2 keeps the tensors that it gathers into, and backward cannot use inference tensors.
+        self._contexts: list[Any] = [torch.no_grad, torch.enable_grad]
+        """Contexts to run the model in. A model that computes gradients itself, as of an energy for
+        forces, needs the second, or the third if it does not call `torch.enable_grad`."""
+        if not self._is_sharded:
+            self._contexts.insert(0, torch.inference_mode)
         self._tensors = [*model.parameters(), *model.buffers()]
         self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
         self._recapture_key: Hashable = None
@@ -230,18 +240,17 @@ class EvalStep:
         return copy_outputs(self._run(move_inputs(inputs, self._device)))
 
     def _run(self, inputs: Any) -> Any:
-        # FSDP2 keeps the tensors that it gathers into, and backward cannot use inference tensors.
-        if self._is_sharded or self._differentiates:
-            with _evaluation_mode(self.model), torch.no_grad():
-                return call_model(self.model, inputs)
+        context, *others = self._contexts
         try:
-            with _evaluation_mode(self.model), torch.inference_mode():
-                return call_model(self.model, inputs)
+            with _evaluation_mode(self.model), context():
+                outputs = call_model(self.model, inputs)
         except RuntimeError as error:
-            if not _NEEDS_GRADIENTS.search(str(error)):
+            if not others or not needs_gradients(error):
                 raise
-        # In inference mode `torch.enable_grad()` has no effect.
-        self._differentiates = True
+        else:
+            is_graph_kept = context is torch.enable_grad
+            return map_tensors(outputs, torch.Tensor.detach) if is_graph_kept else outputs
+        self._contexts = others
         return self._run(inputs)
 
     def _drop_graphs(self, recapture_key: Hashable) -> None:

@@ -31,7 +31,9 @@ class ModuleBuffers:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._all = list(dict.fromkeys(buffer for model in models for buffer in model.buffers()))
+        buffers = dict.fromkeys(buffer for model in models for buffer in model.buffers())
+        # Sparse ones, such as the adjacency of a graph, are constants.
+        self._all = [buffer for buffer in buffers if buffer.layout is torch.strided]
         self._written: dict[Hashable, list[BufferSnapshot]] = {}
         """Snapshots of the buffers that are written, by modes."""
         self._current: list[BufferSnapshot] = []

@@ -13,9 +13,17 @@ from torch import nn
 from mezzo import _events
 from mezzo._errors import PolicyError
 from mezzo.autocasting.regions import enter_regions
-from mezzo.prepare.arguments import Optimizer, Optimizers, inside_fabric, unwrapped
+from mezzo.prepare.arguments import (
+    Models,
+    Optimizer,
+    Optimizers,
+    inside_fabric,
+    optimizers_of,
+    unwrapped,
+)
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.plan import PolicyArg
+from mezzo.scaling.gradients import parameters
 from mezzo.step import memory_format
 from mezzo.step.base import Step
 from mezzo.step.components import (
@@ -86,8 +94,10 @@ class TrainStep(Step):
             decorated as by `mezzo.decorate`; if both are decorated, leave out `policy` and
             `overrides`.
         loss_fn: A function of the model's output and the target that returns the loss, a tensor
-            with one element, or `(loss, aux)`. None takes the loss from the model's output:
-            `output.loss`, `output["loss"]`, or the only tensor with one element.
+            with one element, or `(loss, aux)`. A module whose parameters are in the optimizer, such
+            as a loss with a proxy of each class, is decorated and saved with the model. None takes
+            the loss from the model's output: `output.loss`, `output["loss"]`, or the only tensor
+            with one element.
         optimizer: The optimizer of the model, or a list of them, such as Muon for matrices and
             AdamW for the other parameters.
         policy: A level such as `"O1"` (the default) or `"O2"`, a `mezzo.Policy`, or the path of a
@@ -183,11 +193,12 @@ class TrainStep(Step):
             max_graphs=check_max_graphs(max_graphs),
             same_shapes=same_shapes,
         )
-        with restored_on_error(model, self.optimizer):
+        self._models = _trained_models(model, loss_fn, self.optimizer)
+        with restored_on_error(self._models, self.optimizer):
             if layout is Layout.ON and inner is model:
                 memory_format.channels_last(model)
             components = prepare_components(
-                model, self.optimizer, self._precision, scaler, scheduler
+                self._models, self.optimizer, self._precision, scaler, scheduler
             )
             super().__init__(components, self._compute_loss, options, capture, mean_over)
         if self._layout.channels_last is not None:
@@ -314,10 +325,10 @@ class TrainStep(Step):
         Master weights and optimizer states take the memory format of the parameters.
         """
         scaler = self._components.scaler
-        undecorate(self.model)
+        undecorate(self._models)
         memory_format.channels_last(self.model)
         return prepare_components(
-            self.model, self.optimizer, self._precision, scaler or False, self._scheduler
+            self._models, self.optimizer, self._precision, scaler or False, self._scheduler
         )
 
     def _emit_layout(self) -> None:
@@ -337,6 +348,17 @@ def _check_loss_fn(loss_fn: Any) -> None:
         " such as nn.CrossEntropyLoss(), or None if the model computes its loss:"
         " TrainStep(model, optimizer=optimizer)."
     )
+
+
+def _trained_models(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, optimizer: Optimizers
+) -> Models:
+    """Return the model, with the loss function if that is a module whose parameters are trained."""
+    if not isinstance(loss_fn, nn.Module):
+        return model
+    trained = {id(one) for each in optimizers_of(optimizer) for one in parameters(each)}
+    trained -= set(map(id, model.parameters()))
+    return [model, loss_fn] if trained & set(map(id, loss_fn.parameters())) else model
 
 
 def _needs_target(loss_fn: Callable[..., Any]) -> bool:
