@@ -74,10 +74,14 @@ def test_a_lazy_parameter_is_refused():
 def test_an_optimizer_over_other_parameters_is_refused():
     one, other = nn.Linear(2, 3), nn.Linear(2, 3)
     assert (
-        "SGD has 2 parameters, of which 2 are not the model's (the first of shape (3, 2))"
-        in refused(one, sgd(other))
+        "SGD has 2 parameters, of which 2 are not the model's (the first of shape (3, 2))."
+        " Create it with model.parameters() of this model, or" in refused(one, sgd(other))
     )
-    assert "SGD has 4 parameters, of which 2 are not" in refused(one, sgd(one, other))
+    message = refused(one, sgd(one, other))
+    assert "SGD has 4 parameters, of which 2 are not" in message
+    assert message.endswith(
+        "Pass every model that it updates: decorate([model, other], optimizer)."
+    )
 
 
 def test_a_parameter_in_two_optimizers_is_refused():

@@ -253,16 +253,10 @@ def _check_parameters(targets: Targets) -> None:
         own = parameters(optimizer)
         unknown = [parameter for parameter in own if id(parameter) not in of_models]
         if unknown:
-            is_late = any(any_sharded(model.parameters()) for model in targets.models)
-            remedy = (
-                "Sharding replaces the parameters of a model: create the optimizer after"
-                " fully_shard(model)."
-                if is_late and not any_sharded(unknown)
-                else "Pass every model that it updates: decorate([model, other], optimizer)."
-            )
             raise PolicyError(
                 f"{type(optimizer).__name__} has {len(own)} parameters, of which {len(unknown)} are"
-                f" not the model's (the first of shape {tuple(unknown[0].shape)}). {remedy}"
+                f" not the model's (the first of shape {tuple(unknown[0].shape)})."
+                f" {_unknown_remedy(targets, own, unknown)}"
             )
         for parameter in own:
             if owners.setdefault(id(parameter), optimizer) is not optimizer:
@@ -270,3 +264,17 @@ def _check_parameters(targets: Targets) -> None:
                     "A parameter is in two of the optimizers, and its master weight can be updated"
                     " by one only. Pass each parameter to one optimizer."
                 )
+
+
+def _unknown_remedy(targets: Targets, own: list[torch.Tensor], unknown: list[torch.Tensor]) -> str:
+    """Return what to do about parameters of an optimizer that no model has."""
+    is_sharded = any(any_sharded(model.parameters()) for model in targets.models)
+    if is_sharded and not any_sharded(unknown):
+        return (
+            "Sharding replaces the parameters of a model: create the optimizer after"
+            " fully_shard(model)."
+        )
+    every = "every model that it updates: decorate([model, other], optimizer)."
+    if len(unknown) == len(own):
+        return f"Create it with model.parameters() of this model, or pass {every}"
+    return f"Pass {every}"
