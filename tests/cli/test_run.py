@@ -364,6 +364,12 @@ UNOBSERVED = {
         NET + SGD + "net.forward(x).sum().backward(); optimizer.step()\n",
         "No training step was recorded: no module with parameters of an optimizer was called",
     ),
+    "copies": (
+        NET + "masters = [one.detach().clone() for one in net.parameters()]\n"
+        "optimizer = torch.optim.SGD(masters, lr=0.1)\n"
+        "net(x).sum().backward(); optimizer.step()\n",
+        "nor an optimizer of copies, such as master weights of the script's own, can be followed.",
+    ),
     "no step": (NET + SGD + "net.forward(x)\n", "was recorded: no optimizer made a step."),
     "no optimizer": (NET + "net(x)\n", "the script's process created no optimizer of torch."),
 }

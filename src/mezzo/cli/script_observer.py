@@ -129,7 +129,8 @@ class ScriptObserver:
         if self._others:
             return (
                 "No module with parameters of an optimizer was called with gradients enabled, as"
-                " model(x) does, and model.forward(x) does not."
+                " model(x) does: neither model.forward(x) nor an optimizer of copies, such as"
+                " master weights of the script's own, can be followed."
             )
         if self._created:
             return "No optimizer made a step."
