@@ -80,6 +80,14 @@ def test_an_optimizer_over_other_parameters_is_refused():
     assert "SGD has 4 parameters, of which 2 are not" in refused(one, sgd(one, other))
 
 
+def test_a_parameter_of_no_module_is_passed_in_a_list():
+    model, temperature = nn.Linear(2, 3), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature])
+    assert "is passed as nn.ParameterList([parameter])" in refused(model, optimizer)
+    mezzo.decorate([model, nn.ParameterList([temperature])], optimizer, "O2", dtype="bfloat16")
+    assert temperature.dtype is torch.bfloat16
+
+
 def test_a_parameter_in_two_optimizers_is_refused():
     model = nn.Linear(2, 2)
     assert "in two of the optimizers" in refused(model, [sgd(model), sgd(model)])

@@ -254,7 +254,8 @@ def _check_parameters(targets: Targets) -> None:
                 "Sharding replaces the parameters of a model: create the optimizer after"
                 " fully_shard(model)."
                 if is_late and not any_sharded(unknown)
-                else "Pass every model that it updates: decorate([model, other], optimizer)."
+                else "Pass every model that it updates: decorate([model, other], optimizer). A"
+                " parameter of no module is passed as nn.ParameterList([parameter])."
             )
             raise PolicyError(
                 f"{type(optimizer).__name__} has {len(own)} parameters, of which {len(unknown)} are"
