@@ -23,6 +23,7 @@ from mezzo.policy.types import Level
 from mezzo.prepare.arguments import Optimizer, unwrapped
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import Decoration, decoration_of
+from mezzo.prepare.kept_results import kept_results
 from mezzo.step.inputs import ModelArguments, call_model
 from mezzo.step.outputs import split_loss
 
@@ -210,7 +211,7 @@ class SampleRun:
 
 def _prepared(model: nn.Module, policy: Policy) -> nn.Module:
     """Return a copy of a model under a policy, without masters, for nothing is updated."""
-    copied = deepcopy(model)
+    copied = deepcopy(model, kept_results(model))
     if policy.level in (Level.O2, Level.O3):
         decorate(copied, None, replace(policy, master="none"))
     return copied

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from mezzo.advising.lint_subject import Cost, SampleRun, device_of
 from mezzo.advising.op_trace import Product, buffers_restored
 from mezzo.advising.timing import interleaved_medians, synchronize, time_once, time_ops
+from mezzo.prepare.kept_results import kept_results
 from mezzo.step.inputs import IMAGE_DIMS, move_inputs
 
 _PRODUCTS = frozenset(
@@ -70,7 +71,7 @@ def measure_layout(run: SampleRun) -> float | None:
     has_images = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     if device.type != "cuda" or not has_images:
         return None
-    last = deepcopy(run.model)
+    last = deepcopy(run.model, kept_results(run.model))
     for parameter in last.parameters():
         if parameter.dim() == IMAGE_DIMS:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

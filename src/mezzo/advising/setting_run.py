@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mezzo.advising.advice import Precision, Setting
 from mezzo.advising.lint_subject import device_of
 from mezzo.prepare.arguments import Optimizers, optimizers_of
+from mezzo.prepare.kept_results import kept_results
 from mezzo.step.eval_step import EvalStep
 from mezzo.step.train_step import TrainStep
 
@@ -47,7 +48,9 @@ class SettingRun:
         options = {"capture": setting.captured, **dtype, **workload.overrides}
         with self._precision():
             # Copied together, so that the copy of the optimizer has the copied parameters.
-            model, optimizer = deepcopy((workload.model, workload.optimizer))
+            model, optimizer = deepcopy(
+                (workload.model, workload.optimizer), kept_results(workload.model)
+            )
             self._call: Any
             if workload.training:
                 optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-6)

@@ -22,6 +22,7 @@ from mezzo.comparing.workload import Batch, Workload
 from mezzo.compat.apex import amp
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.compat.apex.amp._casts import deactivate_casts
+from mezzo.prepare.kept_results import kept_results
 from mezzo.step.function_step import FunctionStep, train_step
 from mezzo.step.inputs import move_inputs
 
@@ -84,7 +85,7 @@ class Setting:
 
     def make_model(self) -> nn.Module:
         """Return the model on the device, with the same weights in each call."""
-        model = deepcopy(self._initial).to(self.device)
+        model = deepcopy(self._initial, kept_results(self._initial)).to(self.device)
         torch.manual_seed(_SEED)
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

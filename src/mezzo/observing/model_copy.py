@@ -12,14 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.prepare.half_weights import HalfWeights
+from mezzo.prepare.kept_results import kept_results
 
 
 def plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
     """Return a copy of a model, not decorated, with exact float32 weights where it has them."""
     try:
-        copied = deepcopy(model, _memo(model))
+        copied = deepcopy(model, kept_results(model))
     except TypeError:
-        copied = deepcopy(model, _memo(model) | _uncopyable(model))
+        copied = deepcopy(model, kept_results(model) | _uncopyable(model))
     for module in copied.modules():
         forward = module.__dict__.get("forward")
         if getattr(forward, "__module__", type(forward).__module__).startswith("mezzo."):
@@ -52,16 +53,6 @@ def _strip(module: nn.Module) -> None:
             if forward is not type(module).forward:
                 module.__dict__["forward"] = forward
             return
-
-
-def _memo(model: nn.Module) -> dict[int, Any]:
-    """Return replacements for what cannot be copied: results of an earlier forward pass."""
-    return {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
 
 
 def _uncopyable(model: nn.Module) -> dict[int, Any]:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.kept_results import kept_results
 from mezzo.scaling.mesh import any_sharded
 from mezzo.step.components import Layout
 from mezzo.step.cuda_graph import GraphCapturer, find_host_syncs
@@ -148,7 +149,7 @@ def measure(
 
 
 def _copy_in_format(model: nn.Module, *, last: bool) -> nn.Module:
-    copied = copy.deepcopy(model)
+    copied = copy.deepcopy(model, kept_results(model))
     for parameter in copied.parameters():
         if last and parameter.dim() == IMAGE_DIMS:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
