@@ -152,6 +152,40 @@ def test_a_compiled_gpt_leaves_a_report(tmp_path):
     assert len(records(tmp_path / "mezzo-report.jsonl", "step")) == 8
 
 
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        "run = torch.compile(model, backend=backend)",
+        "model.compile(backend=backend); run = model",
+        "model[0].compile(backend=backend); run = model",
+        "step, run = mezzo.TrainStep(model, loss, optimizer, dtype='bfloat16', compile=True), None",
+    ],
+)
+def test_a_compiled_model_is_not_run_eagerly_to_count_its_ops(tmp_path, compiled):
+    path = script(
+        tmp_path,
+        "import torch, mezzo\n"
+        "runs = set()\n"
+        "def backend(graph, _):\n"
+        "    return lambda *inputs: (runs.add(number), graph.forward(*inputs))[1]\n"
+        "plain = torch.compile\n"
+        "torch.compile = lambda model, **_: plain(model, backend=backend)\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loss = torch.nn.functional.mse_loss\n"
+        f"{compiled}\n"
+        "for number in range(4):\n"
+        "    if run is None:\n"
+        "        step(torch.ones(2, 4), torch.ones(2, 4))\n"
+        "    else:\n"
+        "        run(torch.ones(2, 4)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "print(sorted(runs))\n",
+    )
+    finished = run_mezzo(tmp_path, "run", path)
+    assert (finished.code, finished.stdout) == (0, "[0, 1, 2, 3]\n"), finished.stderr
+
+
 # -- policies --------------------------------------------------------------------------------------
 
 
@@ -363,6 +397,12 @@ UNOBSERVED = {
     "no call": (
         NET + SGD + "net.forward(x).sum().backward(); optimizer.step()\n",
         "No training step was recorded: no module with parameters of an optimizer was called",
+    ),
+    "copies": (
+        NET + "masters = [one.detach().clone() for one in net.parameters()]\n"
+        "optimizer = torch.optim.SGD(masters, lr=0.1)\n"
+        "net(x).sum().backward(); optimizer.step()\n",
+        "nor an optimizer of copies, such as master weights of the script's own, can be followed.",
     ),
     "no step": (NET + SGD + "net.forward(x)\n", "was recorded: no optimizer made a step."),
     "no optimizer": (NET + "net(x)\n", "the script's process created no optimizer of torch."),

@@ -79,9 +79,15 @@ def test_an_optimizer_over_other_parameters_is_refused():
     )
     message = refused(one, sgd(one, other))
     assert "SGD has 4 parameters, of which 2 are not" in message
-    assert message.endswith(
-        "Pass every model that it updates: decorate([model, other], optimizer)."
-    )
+    assert "). Pass every model that it updates: decorate([model, other], optimizer)." in message
+
+
+def test_a_parameter_of_no_module_is_passed_in_a_list():
+    model, temperature = nn.Linear(2, 3), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature])
+    assert "is passed as nn.ParameterList([parameter])" in refused(model, optimizer)
+    mezzo.decorate([model, nn.ParameterList([temperature])], optimizer, "O2", dtype="bfloat16")
+    assert temperature.dtype is torch.bfloat16
 
 
 def test_a_parameter_in_two_optimizers_is_refused():

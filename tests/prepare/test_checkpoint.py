@@ -13,6 +13,8 @@ import torch
 from support.checkpoint_runs import FORMATS, Run, net
 from support.states import assert_equal
 from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import ExponentialLR
 
 import mezzo
 from mezzo.optim.companion import MASTERS
@@ -392,6 +394,35 @@ def test_a_step_and_its_parts_are_not_passed_together(path):
     mezzo.save_checkpoint(path, step.model)
     with pytest.raises(mezzo.CheckpointError, match=r"has no step\. It has: model"):
         mezzo.load_checkpoint(path, step=step)
+
+
+def test_a_scheduler_that_the_loop_steps_is_saved_beside_a_step(path):
+    def run():
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(model, F.mse_loss, optimizer, "O2", dtype="bfloat16")
+        return step, ExponentialLR(optimizer, 0.5)
+
+    step, scheduler = run()
+    step(torch.ones(4, 6), torch.ones(4, 3))
+    scheduler.step()
+    mezzo.save_checkpoint(path, step=step, scheduler=scheduler)
+    other, resumed = run()
+    mezzo.load_checkpoint(path, step=other, scheduler=resumed)
+    assert_equal(other.state_dict(), step.state_dict())
+    assert resumed.state_dict() == scheduler.state_dict()
+
+
+def test_the_scheduler_of_a_step_is_not_passed_beside_it(path):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = ExponentialLR(optimizer, 0.5)
+    step = mezzo.TrainStep(model, None, optimizer, "O1", dtype="bfloat16", scheduler=scheduler)
+    assert step.schedulers == (scheduler,)
+    with pytest.raises(mezzo.CheckpointError, match="Pass the step alone"):
+        mezzo.save_checkpoint(path, scheduler=[scheduler], step=step)
+    with pytest.raises(mezzo.CheckpointError, match="Pass the step alone"):
+        mezzo.RunState(step, scheduler=scheduler)
 
 
 def test_step_may_be_a_number_and_is_saved_as_an_extra_value(path):

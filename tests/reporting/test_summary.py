@@ -174,6 +174,7 @@ def test_a_short_run_that_searched_for_its_first_scale_is_healthy():
     assert judge(run_of(*steps(True, True), *steps(*[False] * 8, first=3))).status is Status.GOOD
     never = judge(run_of(*steps(True, True)))
     assert never.status is Status.WATCH
+    assert never.sentence.startswith("It has not trained yet: ")
     assert "2 of 2 steps were skipped (100.0%), all in the search for the scale" in never.sentence
 
 

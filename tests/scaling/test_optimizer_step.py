@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -205,6 +206,14 @@ def test_an_optimizer_that_takes_the_scaler_need_not_check_its_gradients():
 def test_a_closure_is_found_however_it_is_passed(args, kwargs):
     with pytest.raises(mezzo.ScalerError, match="closure"):
         refuse_closures(args, kwargs)
+
+
+def test_a_refused_closure_is_named_without_the_batch_that_it_holds():
+    def training_step(batch):
+        return batch.sum()
+
+    with pytest.raises(mezzo.ScalerError, match=r"takes no closure, got .*training_step: it would"):
+        refuse_closures((partial(training_step, torch.zeros(100)),), {})
 
 
 def test_other_arguments_are_not_taken_for_closures():

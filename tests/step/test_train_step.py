@@ -370,6 +370,12 @@ class TestErrors:
         with pytest.raises(mezzo.PolicyError, match="not together"):
             mezzo.TrainStep(made.model, boosted, made.optimizer)
 
+    def test_a_model_that_an_eval_step_has_decorated(self):
+        made = Made("mlp")
+        mezzo.EvalStep(made.model)
+        with pytest.raises(mezzo.PolicyError, match="create it after the step that trains"):
+            mezzo.TrainStep(made.model, boosted, made.optimizer, "O2", dtype="bfloat16")
+
     @pytest.mark.parametrize(
         "kwargs",
         [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +16,13 @@ from mezzo.advising.loop_trace import LoopTrace
 from mezzo.advising.op_trace import OpTrace, Product, buffers_restored, traced
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import enter_regions
-from mezzo.observing.model_copy import CopiedResults
 from mezzo.policy.decide import resolve
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level
 from mezzo.prepare.arguments import Optimizer, unwrapped
 from mezzo.prepare.decorate import decorate
 from mezzo.prepare.decoration import Decoration, decoration_of
+from mezzo.prepare.kept_results import copy_with_results
 from mezzo.step.eval_step import needs_gradients
 from mezzo.step.inputs import ModelArguments, call_model
 from mezzo.step.outputs import split_loss
@@ -224,8 +223,7 @@ class SampleRun:
 
 def _prepared(model: nn.Module, policy: Policy) -> nn.Module:
     """Return a copy of a model under a policy, without masters, for nothing is updated."""
-    with CopiedResults():
-        copied = deepcopy(model)
+    copied = copy_with_results(model)
     if policy.level in (Level.O2, Level.O3):
         decorate(copied, None, replace(policy, master="none"))
     return copied

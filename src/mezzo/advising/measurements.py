@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from mezzo.advising.lint_subject import Cost, SampleRun, device_of
 from mezzo.advising.op_trace import Product, buffers_restored
 from mezzo.advising.timing import interleaved_medians, synchronize, time_once, time_ops
-from mezzo.observing.model_copy import CopiedResults
+from mezzo.prepare.kept_results import copy_with_results
 from mezzo.step.inputs import IMAGE_DIMS, move_inputs
 
 _PRODUCTS = frozenset(
@@ -71,8 +70,7 @@ def measure_layout(run: SampleRun) -> float | None:
     has_images = any(isinstance(module, nn.Conv2d) for module in run.model.modules())
     if device.type != "cuda" or not has_images:
         return None
-    with CopiedResults():
-        last = deepcopy(run.model)
+    last = copy_with_results(run.model)
     for parameter in last.parameters():
         if parameter.dim() == IMAGE_DIMS:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import enter_regions
 from mezzo.policy.policy import Policy
 from mezzo.prepare.decorate import decorate
+from mezzo.prepare.kept_results import copy_with_results
 from mezzo.step.inputs import ModelArguments, call_model
 from mezzo.step.outputs import loss_of_output, split_loss
 
@@ -136,7 +136,7 @@ def _on_fake_cpu(value: Any) -> Any:
 
 
 def _count(workload: Workload, setting: Setting, convert: Callable[[Any], Any]) -> list[OpCost]:
-    model = deepcopy(workload.model)
+    model = copy_with_results(workload.model)
     model.train(workload.training and workload.model.training)
     _convert_tensors(model, convert)
     if setting.level == "O2":

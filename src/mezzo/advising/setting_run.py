@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from mezzo.advising.advice import Precision, Setting
 from mezzo.advising.lint_subject import device_of
-from mezzo.observing.model_copy import CopiedResults
 from mezzo.prepare.arguments import Optimizers, optimizers_of
+from mezzo.prepare.kept_results import copy_with_results
 from mezzo.step.eval_step import EvalStep
 from mezzo.step.train_step import TrainStep
 
@@ -48,8 +47,7 @@ class SettingRun:
         options = {"capture": setting.captured, **dtype, **workload.overrides}
         with self._precision():
             # Copied together, so that the copy of the optimizer has the copied parameters.
-            with CopiedResults():
-                model, optimizer = deepcopy((workload.model, workload.optimizer))
+            model, optimizer = copy_with_results((workload.model, workload.optimizer))
             self._call: Any
             if workload.training:
                 optimizer = optimizer or torch.optim.AdamW(model.parameters(), 1e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from mezzo._hardware import hardware
 from mezzo.cli.factory import load_setup, sample_arguments, user_code
 from mezzo.policy.decide import Decision, Resolved, resolve_quietly
 from mezzo.policy.policy import Policy
+from mezzo.prepare.kept_results import copy_with_results
 
 if TYPE_CHECKING:
     from mezzo.observing.op_stats import OpStats
@@ -169,7 +169,8 @@ def explain_model(factory: str, policy: Policy) -> ModelSummary:
     if arguments is None:
         return ModelSummary(plan, None)
     with user_code(factory):
-        model = mezzo.decorate(deepcopy(setup["model"]).eval(), policy=policy)
+        model = copy_with_results(setup["model"]).eval()
+        mezzo.decorate(model, policy=policy)
         with mezzo.op_stats(model) as ops, torch.no_grad():
             model(*arguments[0], **arguments[1])
     return ModelSummary(plan, ops)

@@ -30,7 +30,7 @@ from mezzo.observing.op_stats import OpStats
 from mezzo.observing.records import OpsRecord, Record, RunEnded, RunStarted
 from mezzo.observing.run import Run, observe
 from mezzo.policy.policy import Policy
-from mezzo.prepare.arguments import unwrapped
+from mezzo.prepare.arguments import uncompiled, unwrapped
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.base import Step
@@ -129,7 +129,8 @@ class ScriptObserver:
         if self._others:
             return (
                 "No module with parameters of an optimizer was called with gradients enabled, as"
-                " model(x) does, and model.forward(x) does not."
+                " model(x) does: neither model.forward(x) nor an optimizer of copies, such as"
+                " master weights of the script's own, can be followed."
             )
         if self._created:
             return "No optimizer made a step."
@@ -180,7 +181,8 @@ class ScriptObserver:
             if self._is_done:
                 return call(step, *args)
             with self._unless_it_fails():
-                self.run = observe(step, log=self._path(), every=self._every, ops=True)
+                ops = not any(map(_is_compiled, (*step.models, getattr(step, "_forward", None))))
+                self.run = observe(step, log=self._path(), every=self._every, ops=ops)
             # Observed, the step has another one.
             return step._call(*args)
 
@@ -229,7 +231,8 @@ class ScriptObserver:
             if scaler is None and not is_apex:
                 _note_losses(attachment)
             self._region = None if is_apex else attachment.region_dtype
-        _count_ops(run, module)
+        if not _is_compiled(module):
+            _count_ops(run, module)
 
     @contextmanager
     def _unless_it_fails(self) -> Iterator[None]:
@@ -274,6 +277,17 @@ def _note_losses(attachment: LoopAttachment) -> None:
             attachment.note_loss(tensor)
 
     attachment._detach.callback(_before(torch.Tensor, "backward", note))
+
+
+def _is_compiled(module: Any) -> bool:
+    """Return whether a module or one in it runs compiled.
+
+    Its ops can only be counted eagerly, where they round and draw random numbers differently.
+    """
+    return isinstance(module, nn.Module) and any(
+        uncompiled(one) is not one or one._compiled_call_impl is not None
+        for one in module.modules()
+    )
 
 
 def _count_ops(run: Run, module: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
@@ -22,6 +21,7 @@ from mezzo.comparing.workload import Batch, Workload
 from mezzo.compat.apex import amp
 from mezzo.compat.apex.amp._amp_state import _amp_state
 from mezzo.compat.apex.amp._casts import deactivate_casts
+from mezzo.prepare.kept_results import copy_with_results
 from mezzo.step.function_step import FunctionStep, train_step
 from mezzo.step.inputs import move_inputs
 
@@ -84,7 +84,7 @@ class Setting:
 
     def make_model(self) -> nn.Module:
         """Return the model on the device, with the same weights in each call."""
-        model = deepcopy(self._initial).to(self.device)
+        model = copy_with_results(self._initial).to(self.device)
         torch.manual_seed(_SEED)
         if self.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

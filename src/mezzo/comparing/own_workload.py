@@ -16,6 +16,7 @@ from mezzo._errors import PolicyError
 from mezzo.comparing.workload import Batch, Preset, Workload
 from mezzo.prepare.arguments import unwrapped
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.kept_results import copy_with_results
 from mezzo.step.inputs import ModelArguments, call_model
 from mezzo.step.outputs import loss_of_output, split_loss
 
@@ -54,7 +55,7 @@ def own_workload(
         title=f"{type(inner).__name__}, batch {samples}, {named}",
         preset=Preset.FULL,
         data="the sample of the factory",
-        make_model=lambda: deepcopy(inner),
+        make_model=lambda: copy_with_results(inner),
         make_optimizer=_copier(inner, optimizer),
         make_batch=lambda _: (ModelArguments(inner).arrange((inputs,), {}), *target),
         loss=_Loss(loss_fn),

@@ -9,19 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.prepare.half_weights import HalfWeights
+from mezzo.prepare.kept_results import copy_with_results
 
 
 def plain_copy(model: nn.Module, *, to_float32: bool) -> nn.Module:
     """Return a copy of a model, not decorated, with exact float32 weights where it has them."""
-    with CopiedResults():
-        try:
-            copied = deepcopy(model)
-        except TypeError:
-            copied = deepcopy(model, _uncopyable(model))
+    try:
+        copied = copy_with_results(model)
+    except TypeError:
+        copied = copy_with_results(model, _uncopyable(model))
     for module in copied.modules():
         forward = module.__dict__.get("forward")
         if getattr(forward, "__module__", type(forward).__module__).startswith("mezzo."):
@@ -54,18 +53,6 @@ def _strip(module: nn.Module) -> None:
             if forward is not type(module).forward:
                 module.__dict__["forward"] = forward
             return
-
-
-class CopiedResults(TorchFunctionMode):
-    """Let `deepcopy` copy results of an earlier forward pass that a model keeps, detached."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            result, memo = args
-            return memo.setdefault(id(result), result.detach().clone())
-        return func(*args, **(kwargs or {}))
 
 
 def _uncopyable(model: nn.Module) -> dict[int, Any]:

@@ -274,7 +274,10 @@ def _unknown_remedy(targets: Targets, own: list[torch.Tensor], unknown: list[tor
             "Sharding replaces the parameters of a model: create the optimizer after"
             " fully_shard(model)."
         )
-    every = "every model that it updates: decorate([model, other], optimizer)."
+    every = (
+        "every model that it updates: decorate([model, other], optimizer). A parameter of no module"
+        " is passed as nn.ParameterList([parameter])."
+    )
     if len(unknown) == len(own):
         return f"Create it with model.parameters() of this model, or pass {every}"
     return f"Pass {every}"

@@ -67,10 +67,11 @@ def save_checkpoint(
         optimizer: The optimizer, or a list of optimizers.
         scaler: A `mezzo.GradScaler`, or any object with `state_dict()`.
         scheduler: A learning rate scheduler, or a list of schedulers.
-        step: A `mezzo.TrainStep` instead of the arguments above. It is saved with its counters and
-            the gradients that it has accumulated; between two updates its parts alone cannot be
-            saved, and with several processes neither. Any other value, such as `step=1000`, is
-            saved like `**extra`.
+        step: A `mezzo.TrainStep` instead of the arguments above, but for a `scheduler` that you
+            step yourself, such as one for each epoch. It is saved with its counters and the
+            gradients that it has accumulated; between two updates its parts alone cannot be saved,
+            and with several processes neither. Any other value, such as `step=1000`, is saved like
+            `**extra`.
         **extra: More values to save: numbers, strings, tensors, and lists and dictionaries of them.
 
     >>> import mezzo, tempfile
@@ -83,7 +84,7 @@ def save_checkpoint(
     if step is not None and not isinstance(step, Step):
         step, extra = None, {**extra, "step": step}
     models, optimizers = _models(model), optimizers_of(optimizer)
-    _refuse_both(step, (model, optimizer, scaler, scheduler))
+    run_state.refuse_parts_of(step, (model, optimizer, scaler), scheduler)
     _refuse_mid_accumulation(
         models, optimizers, "call save_checkpoint(path, step=step), which saves them"
     )
@@ -200,8 +201,9 @@ def load_checkpoint(
         optimizer: The optimizer, or the list of optimizers, to load into.
         scaler: The scaler to load into.
         scheduler: The scheduler, or the list of schedulers, to load into.
-        step: The `mezzo.TrainStep` to load into, instead of the arguments above. From a file that
-            was saved with `step=`, the model can be loaded alone too.
+        step: The `mezzo.TrainStep` to load into, instead of the arguments above, but for a
+            `scheduler` that you step yourself. From a file that was saved with `step=`, the model
+            can be loaded alone too.
         strict: With False the model may have other parameters than the file, but not other shapes.
 
     Returns:
@@ -232,7 +234,7 @@ def load_checkpoint(
         "optimizer": optimizers,
         "scheduler": () if scheduler is None else tuple(flat(scheduler)),
     }
-    _refuse_both(step, (model, optimizer, scaler, scheduler))
+    run_state.refuse_parts_of(step, (model, optimizer, scaler), scheduler)
     _refuse_mid_accumulation(
         models,
         optimizers,
@@ -333,14 +335,6 @@ def _as_checkpoint_error(path: str, name: str, target: Any) -> Iterator[None]:
             f"The {name} in {path!r} cannot be loaded into this {type(target).__name__}:"
             f" {error!s:.500} Nothing was changed. Pass a checkpoint of the same run."
         ) from error
-
-
-def _refuse_both(step: Step | None, parts: tuple[Any, ...]) -> None:
-    if step is not None and any(part is not None for part in parts):
-        raise CheckpointError(
-            "step= includes its models, optimizers, scaler and schedulers. Pass the step alone, or"
-            " its parts without it."
-        )
 
 
 def _refuse_mid_accumulation(

@@ -92,7 +92,7 @@ def _with_parts_of_step(
         "model": step["models"],
         "optimizer": step["optimizers"],
         "scaler": scaler,
-        "scheduler": step["schedulers"] or None,
+        "scheduler": parts["scheduler"] or step["schedulers"] or None,
     }
 
 

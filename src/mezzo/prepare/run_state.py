@@ -7,6 +7,7 @@ from io import BytesIO
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._errors import CheckpointError
 from mezzo.prepare import checkpoint_checks, checkpoint_file, ranks
@@ -29,6 +30,10 @@ class Step(Accumulating, Protocol):
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """The optimizers."""
+
+    @property
+    def schedulers(self) -> tuple[LRScheduler, ...]:
+        """The schedulers that the step advances."""
 
     def run_state(self) -> dict[str, Any]:
         """Return scaler, schedulers and counters. Raises with accumulated gradients."""
@@ -56,7 +61,7 @@ class RunState:
     Args:
         step: A `mezzo.TrainStep`, or what `mezzo.train_step` returned.
         scaler: The scaler of a loop without a step.
-        scheduler: A learning rate scheduler, or a list of schedulers, of a loop without a step.
+        scheduler: A learning rate scheduler, or a list of schedulers, that the loop steps itself.
 
     >>> import mezzo, torch
     >>> scaler, other = mezzo.GradScaler(init_scale=8.0), mezzo.GradScaler()
@@ -74,8 +79,7 @@ class RunState:
                 f"step={step!r:.80} is not a training step. Pass what mezzo.TrainStep or"
                 " mezzo.train_step returned, or scaler= and scheduler=."
             )
-        if step is not None and (scaler is not None or scheduler is not None):
-            raise CheckpointError("step= includes its scaler and schedulers. Pass the step alone.")
+        refuse_parts_of(step, (scaler,), scheduler)
         self._step, self._scalers = step, () if scaler is None else (scaler,)
         self._schedulers = () if scheduler is None else tuple(flat(scheduler))
 
@@ -118,6 +122,20 @@ class RunState:
             raise CheckpointError(f"The {has} has a step, and the {lacks} has none. Pass the same.")
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             checkpoint_checks.refuse_other_scheduler(scheduler, saved)
+
+
+def refuse_parts_of(step: Step | None, parts: tuple[Any, ...], scheduler: Any) -> None:
+    """Raise `CheckpointError` if parts of a step are passed beside it."""
+    schedulers = () if scheduler is None else flat(scheduler)
+    if step is None or (
+        all(part is None for part in parts)
+        and not any(one is own for one in schedulers for own in step.schedulers)
+    ):
+        return
+    raise CheckpointError(
+        "step= includes its models, optimizers, scaler and schedulers. Pass the step alone, or its"
+        " parts without it; beside it only a scheduler= that you step yourself."
+    )
 
 
 def pack(state: dict[str, Any]) -> bytes:

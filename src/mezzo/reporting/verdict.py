@@ -72,11 +72,12 @@ def _judge_steps(run: RunData) -> Verdict:
     if failures:
         return Verdict(Status.BAD, failures[0], (*failures[1:], *concerns, *comforts))
     if concerns:
-        return Verdict(
-            Status.WATCH,
-            f"It trains, with something to look at: {lowered(concerns[0])}",
-            (*concerns[1:], *comforts),
+        start = (
+            "It has not trained yet"
+            if len(run.skips) == run.steps
+            else "It trains, with something to look at"
         )
+        return Verdict(Status.WATCH, f"{start}: {lowered(concerns[0])}", (*concerns[1:], *comforts))
     sentence = f"Healthy: {what}, {lowered(comforts[0])}"
     return Verdict(Status.GOOD, sentence, tuple(comforts[1:]))
 

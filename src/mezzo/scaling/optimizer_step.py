@@ -100,8 +100,11 @@ def refuse_closures(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         else next((argument for argument in args if callable(argument)), None)
     )
     if closure is not None:
+        # A partial function names its function. Its repr would print the batch that it holds.
+        function = getattr(closure, "func", closure)
+        name = getattr(function, "__qualname__", type(function).__qualname__)
         raise ScalerError(
-            f"step() takes no closure, got {closure!r}: it would compute new gradients that are"
+            f"step() takes no closure, got {name}: it would compute new gradients that are"
             " neither unscaled nor checked. Compute the loss and its gradients first, then step."
         )
 

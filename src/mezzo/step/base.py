@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
@@ -355,6 +356,11 @@ class Step:
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """The optimizers that the step updates with."""
         return self._components.optimizers
+
+    @property
+    def schedulers(self) -> tuple[LRScheduler, ...]:
+        """The schedulers that advance with the updates."""
+        return tuple(self._components.schedulers.values())
 
     def run_state(self) -> dict[str, Any]:
         """Return scaler, schedulers and counters: the state without models and optimizers."""

@@ -201,7 +201,8 @@ def _check_decoration(
     if any(decoration_of(owner) is not decoration for owner in all_decorated(models, optimizers)):
         raise PolicyError(
             "The model is decorated, but not together with the other models and optimizers."
-            " Decorate all in one call, or pass them plain: the step decorates them."
+            " Decorate all in one call, or pass them plain: the step decorates them. An EvalStep"
+            " decorates a plain model too: create it after the step that trains the model."
         )
     if precision.policy is not None or precision.overrides:
         requested = read_keep_full(precision.policy_or_default, dict(precision.overrides), models)[

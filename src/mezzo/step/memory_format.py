@@ -5,7 +5,6 @@ In this memory format convolutions run on tensor cores without transposing.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.kept_results import copy_with_results
 from mezzo.scaling.mesh import any_sharded
 from mezzo.step.cuda_graph import GraphCapturer, find_host_syncs
 from mezzo.step.inputs import IMAGE_DIMS, is_channels_last
@@ -148,7 +148,7 @@ def measure(
 
 
 def _copy_in_format(model: nn.Module, *, last: bool) -> nn.Module:
-    copied = copy.deepcopy(model)
+    copied = copy_with_results(model)
     for parameter in copied.parameters():
         if last and parameter.dim() == IMAGE_DIMS:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

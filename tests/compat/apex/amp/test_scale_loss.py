@@ -366,6 +366,22 @@ def test_a_dynamic_scale_halves_and_doubles():
     assert states == [(4.0, 0), (4.0, 1), (8.0, 0), (8.0, 1), (4.0, 0), (4.0, 1), (8.0, 0)]
 
 
+@pytest.mark.parametrize("updates_before", [0, 1])
+def test_the_rule_changes_when_a_script_sets_the_attributes_of_apex(updates_before):
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    for _ in range(updates_before):
+        scaler.update_scale(FINITE)
+    scaler._scale_seq_len, scaler._max_loss_scale, scaler._min_loss_scale = 2, 16.0, 4.0
+    assert (scaler._scale_seq_len, scaler._max_loss_scale, scaler._min_loss_scale) == (2, 16, 4)
+    for _ in range(6):
+        scaler.update_scale(FINITE)
+    assert scaler.loss_scale() == 16.0
+    scaler._loss_scale = 4.0
+    with pytest.warns(UserWarning, match="floor of 4"):
+        scaler.update_scale(OVERFLOW)
+    assert scaler.loss_scale() == 4.0
+
+
 def test_a_dynamic_scale_stays_at_most_max_loss_scale():
     scaler = LossScaler("dynamic", max_loss_scale=16.0, scale_window=1)
     assert scaler.loss_scale() == 16.0

@@ -249,6 +249,35 @@ class LossScaler:
             [replace(self._scales.state(0), growth_tracker=int(count))], self._scales.rule
         )
 
+    # NVIDIA's examples set these three: `initialize` takes no interval.
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._scales.rule.growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, steps: int) -> None:
+        self._change_rule(growth_interval=int(steps))
+
+    @property
+    def _min_loss_scale(self) -> float:
+        return self._scales.rule.min_scale
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, scale: float | None) -> None:
+        self._change_rule(min_scale=_DEFAULT_MIN_SCALE if scale is None else float(scale))
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return self._scales.rule.max_scale
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, scale: float) -> None:
+        self._change_rule(max_scale=min(float(scale), LARGEST))
+
+    def _change_rule(self, **fields: Any) -> None:
+        self._scales.load([self._scales.state(0)], replace(self._scales.rule, **fields))
+
 
 class OverflowCheck:
     """Overflow check of one backward pass, evaluated once for all its optimizers."""
