@@ -467,3 +467,17 @@ def test_a_captured_training_step_follows_learning_rates(
     assert [graph.replays for graph in capturer.graphs] == [5]
     assert runs[0][0] == runs[1][0]
     assert same(runs[0][1], runs[1][1])
+
+
+def test_parameters_that_the_last_step_did_not_update_are_resynced_before_a_capture() -> None:
+    twins = Twins("RAdam", "split")
+    twins.set_gradients()
+    step(twins.optimizer)
+    frozen = twins.parameters[0]
+    twins.set_gradients()
+    frozen.grad = None
+    step(twins.optimizer)
+    with torch.no_grad():
+        frozen.fill_(2.0)
+    twins.binding.before_capture()
+    assert not twins.masters.companion_tensor(frozen).any()

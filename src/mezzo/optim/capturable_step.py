@@ -158,7 +158,8 @@ class CapturableBinding(DeviceBinding):
         return self._state_changes, self.masters.generation, numbers
 
     def before_capture(self) -> None:
-        """Resync masters: captured, that would run at every replay."""
+        """Resync masters and move step counts: captured, that would run at every replay."""
+        super().before_capture()
         if self._plan is not None:
             self._prepare(self._plan.parameters)
 

@@ -171,7 +171,8 @@ class FusedBinding(DeviceBinding):
         return id(self.optimizer.state), self.masters.generation, self._last_groups[1]
 
     def before_capture(self) -> None:
-        """Allocate the tables that must not be in the graph's memory pool."""
+        """Resync masters; allocate the tables that must not be in the graph's memory pool."""
+        super().before_capture()
         if self._plan is not None:
             self._plan.reserve()
 
