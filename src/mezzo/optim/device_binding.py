@@ -72,6 +72,10 @@ class DeviceBinding(OptimizerBinding, ABC):
         Call `recapture_key` first, in the same step.
         """
 
+    def _lacks_states(self, plan: ReplayPlan | None) -> bool:
+        """Return whether other code has cleared `optimizer.state` since the last step."""
+        return plan is not None and len(self.optimizer.state) < len(plan.parameters)
+
     def _resync_written(self, plan: ReplayPlan) -> None:
         """Update the masters of parameters if other code has written one since the last update."""
         if list(map(version_of, plan.parameters)) != plan.versions:

@@ -172,7 +172,8 @@ class FusedBinding(DeviceBinding):
             variants = map(self._algorithm.variant, groups)
             sizes = [len(group["params"]) for group in groups]
             self._last_groups = (values, tuple(zip(variants, sizes, tensors, strict=True)))
-        return id(self.optimizer.state), self.masters.generation, self._last_groups[1]
+        lacks_states = self._lacks_states(self._plan)
+        return id(self.optimizer.state), lacks_states, self.masters.generation, self._last_groups[1]
 
     def _tensor_addresses(self, group: dict[str, Any]) -> tuple[int, ...]:
         """Return the addresses of hyper-parameters that are tensors: captured copies read them."""
@@ -225,8 +226,12 @@ class FusedBinding(DeviceBinding):
             return None
         variants = tuple([self._algorithm.variant(group) for group in groups])
         plan = self._plan
-        if plan is None or not plan.fits(
-            parameters, gradients, self.optimizer.state, self.masters.generation, variants
+        if (
+            plan is None
+            or self._lacks_states(plan)
+            or not plan.fits(
+                parameters, gradients, self.optimizer.state, self.masters.generation, variants
+            )
         ):
             # Only here: a plan is for one list of parameters, so that a new one does not fit it.
             self._add_missing_masters(parameters)
