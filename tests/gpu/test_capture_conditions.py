@@ -184,3 +184,28 @@ def test_parameters_that_some_accumulations_do_not_use_are_not_stepped_in_them(
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
     for captured, eager in zip(*weights, strict=True):
         assert torch.allclose(captured, eager, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("master", ["float32", "split"])
+def test_a_parameter_that_was_frozen_and_written_is_trained_on_from_what_was_written(
+    master: str,
+) -> None:
+    weights = []
+    for capture in (True, False):
+        model = make_model()
+        step = make_step(model, policy="O2", master=master, capture=capture)
+        run(step, [8] * 6)
+        model[0].weight.requires_grad_(False)
+        run(step, [8] * 4)
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        model[0].weight.requires_grad_(True)
+        # Captured without a call before, after one that stepped other parameters.
+        run(step, [8])
+        # Pinned memory that is free is used again, and written.
+        kept = [torch.ones(size, dtype=torch.int64).pin_memory() for size in range(1, 200)]
+        run(step, [8] * 4)
+        weights.append([one.detach().clone() for one in model.parameters()])
+        del kept
+    for captured, eager in zip(*weights, strict=True):
+        assert torch.allclose(captured, eager, rtol=1e-2, atol=1e-3)

@@ -400,6 +400,23 @@ def test_weights_that_were_backed_up_and_restored_train_on_to_the_bit(master: st
     assert all(map(torch.equal, *finals))
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
+def test_a_cleared_state_begins_again(name: str) -> None:
+    trained = step_cases.training(name, "split", torch.bfloat16, "cpu", seed=5)
+    keys = []
+    for cleared in (False, False, True, False):
+        if cleared:
+            trained.optimizer.state.clear()
+        keys.append(trained.bound.recapture_key())
+        trained.gradients()
+        trained.step()
+        assert len(trained.optimizer.state) == len(trained.parameters)
+    assert [keys.index(key) for key in keys] == [0, 0, 2, 0]
+    if name == "AdamW":
+        steps = {state["step"].item() for state in trained.optimizer.state.values()}
+        assert steps == {2.0}
+
+
 def test_a_parameter_appended_to_a_group_gets_a_master() -> None:
     model = torch.nn.Linear(8, 8)
     torch.nn.init.ones_(model.weight)

@@ -416,7 +416,7 @@ def test_learning_rates_are_copied_before_a_replay_to_the_memory_of_the_capture(
     twins = Twins("RAdam")
     twins.set_gradients()
     step(twins.optimizer)
-    plan, (rates, _) = twins.binding.captured()
+    plan, (rates, _, _) = twins.binding.captured()
     twins.optimizer.param_groups[0]["lr"] = 0.25
     twins.binding.before_replay(plan)
     assert rates.tolist() == [0.25]
@@ -467,3 +467,32 @@ def test_a_captured_training_step_follows_learning_rates(
     assert [graph.replays for graph in capturer.graphs] == [5]
     assert runs[0][0] == runs[1][0]
     assert same(runs[0][1], runs[1][1])
+
+
+def test_parameters_that_the_last_step_did_not_update_are_resynced_before_a_capture() -> None:
+    twins = Twins("RAdam", "split")
+    twins.set_gradients()
+    step(twins.optimizer)
+    frozen = twins.parameters[0]
+    twins.set_gradients()
+    frozen.grad = None
+    step(twins.optimizer)
+    with torch.no_grad():
+        frozen.fill_(2.0)
+    twins.binding.before_capture()
+    assert not twins.masters.companion_tensor(frozen).any()
+
+
+def test_states_that_other_code_clears_stay_alive_and_change_the_recapture_key() -> None:
+    twins = Twins("RAdam")
+    twins.set_gradients()
+    step(twins.optimizer)
+    key, (_, (_, _, states)) = twins.binding.recapture_key(), twins.binding.captured()
+    mean = twins.optimizer.state[twins.parameters[0]]["exp_avg"]
+    assert any(one is mean for one in states[0])
+    twins.optimizer.state.clear()
+    assert twins.binding.recapture_key() != key
+    twins.set_gradients()
+    step(twins.optimizer)
+    assert twins.optimizer.state[twins.parameters[0]]["step"].item() == 1.0
+    assert twins.binding.recapture_key() == key

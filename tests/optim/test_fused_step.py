@@ -9,8 +9,10 @@ import torch
 from support import step_cases
 from support.interpreted import needs_triton, run_interpreted
 
+from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.fused_algorithms import ALGORITHMS
 from mezzo.optim.fused_step import FusedBinding
+from mezzo.optim.master_weights import MasterWeights
 from mezzo.scaling.loss_scales import binding_of
 
 
@@ -95,3 +97,24 @@ def test_state_names_depend_on_the_variant() -> None:
     assert sgd.states({"momentum": 0.9}) == ("momentum_buffer",)
     assert adam.states({"amsgrad": True}) == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     assert (sgd.variant({"momentum": 0.9}), adam.variant({"amsgrad": False})) == (True, False)
+
+
+# -- capture ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lr", "betas"])
+def test_the_recapture_key_tells_apart_tensors_that_a_captured_copy_reads(name: str) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    binding = bind_optimizer(optimizer, MasterWeights())
+    (group,) = optimizer.param_groups
+
+    def key_with(value: torch.Tensor) -> object:
+        group[name] = value if name == "lr" else (value, 0.99)
+        return binding.recapture_key()
+
+    numbers = binding.recapture_key()
+    first, second = torch.tensor(0.5), torch.tensor(0.5)
+    keys = [key_with(first), key_with(second), key_with(first.fill_(0.25)), numbers]
+    assert [keys.index(key) for key in keys] == [0, 1, 0, 3]
+    group |= {"lr": 0.5, "betas": (0.5, 0.99)}
+    assert binding.recapture_key() == numbers

@@ -10,6 +10,7 @@ from mezzo import _launch
 from mezzo.optim.fused_algorithms import ALGORITHMS
 from mezzo.optim.fused_tables import LaunchPlan, ParameterSlots, make_launches
 from mezzo.optim.master_weights import MasterWeights
+from mezzo.scaling import check_unscale
 
 CHUNK = 4
 
@@ -250,6 +251,24 @@ def test_two_uses_in_one_capture_get_separate_tables(
         [gradient.data_ptr() for gradient in moved[:2]],
         [moved[2].data_ptr()],
     ]
+
+
+def test_a_plan_made_in_a_capture_keeps_its_sources_with_the_graph_and_fits_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_launch, "is_capturing", lambda _: True)
+    with check_unscale.captured_tables() as kept:
+        case = Case()
+    # On a CPU a table is its own source.
+    tables = [
+        table
+        for launch in case.plan.launches
+        for table in (launch.addresses, launch.chunks, launch.indices)
+    ]
+    assert [id(one) for one in kept] == [id(one) for one in tables]
+    monkeypatch.setattr(_launch, "is_capturing", lambda _: False)
+    assert not case.fits()
+    assert Case().fits()
 
 
 def test_tables_of_gradient_addresses_are_cached(case: Case) -> None:

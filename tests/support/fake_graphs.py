@@ -126,6 +126,8 @@ class FakeCapturer:
     """Whether captures do not run the function."""
     executor: StepExecutor | None = None
     pool: GraphPool = field(default_factory=GraphPool)
+    kept_alive: object = None
+    """What the last graph was given to keep alive."""
     pools: list[Any] = field(default_factory=list)
     """The pool of each graph."""
 
@@ -140,11 +142,13 @@ class FakeCapturer:
         self,
         run: Callable[[Any], Any],
         values: Any,
-        *_: object,
+        kept_alive: object = None,
+        *,
         reports_eager: bool = True,
         records_draws: bool = False,
     ) -> Replayed:
         self.reports.append(reports_eager)
+        self.kept_alive = kept_alive
         if self.draws and not records_draws:
             raise HostDrawsFound
         fails_for_calls = self.fails_for_calls and isinstance(values, Call)

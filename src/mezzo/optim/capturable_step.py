@@ -155,16 +155,20 @@ class CapturableBinding(DeviceBinding):
             (len(group["params"]), _address(group["lr"]), *[group.get(name) for name in names])
             for group in groups
         ]
-        return self._state_changes, self.masters.generation, numbers
+        lacks_states = self._lacks_states(self._plan)
+        return self._state_changes, lacks_states, self.masters.generation, numbers
 
     def before_capture(self) -> None:
-        """Resync masters: captured, that would run at every replay."""
+        """Resync masters and move step counts: captured, that would run at every replay."""
+        super().before_capture()
         if self._plan is not None:
             self._prepare(self._plan.parameters)
 
     def captured(self) -> tuple[StepPlan | None, Any]:
         """Return the parameters of the captured step, and the tensors that it reads."""
-        return self._plan, (self._rates, self._norm)
+        updated = () if self._plan is None else self._plan.parameters
+        states = [tuple(self.optimizer.state[parameter].values()) for parameter in updated]
+        return self._plan, (self._rates, self._norm, states)
 
     def before_replay(self, plan: StepPlan) -> None:
         """Copy changed learning rates to the device, and resync masters."""

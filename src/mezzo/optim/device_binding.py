@@ -10,6 +10,7 @@ import torch
 from mezzo import _launch
 from mezzo.optim.binding import Optimizer, OptimizerBinding, optimizer_binding
 from mezzo.optim.master_weights import version_of
+from mezzo.scaling.gradients import parameters
 
 
 class ReplayPlan(Protocol):
@@ -45,7 +46,14 @@ class DeviceBinding(OptimizerBinding, ABC):
         """Return what a captured step depends on: if it changes, the step is captured again."""
 
     def before_capture(self) -> None:
-        """Prepare what must not happen, or not be allocated, in a capture."""
+        """Prepare what must not happen, or not be allocated, in a capture.
+
+        Resyncs masters: captured, that would drop companions at every replay. Those of all
+        parameters, since it is not known yet which of them the captured step updates.
+        """
+        for parameter in parameters(self.optimizer):
+            if parameter in self.masters:
+                self.masters.prepare_companion(parameter)
 
     def after_capture(self) -> None:
         """Finish what needs addresses that are known only after the capture."""
@@ -63,6 +71,10 @@ class DeviceBinding(OptimizerBinding, ABC):
 
         Call `recapture_key` first, in the same step.
         """
+
+    def _lacks_states(self, plan: ReplayPlan | None) -> bool:
+        """Return whether other code has cleared `optimizer.state` since the last step."""
+        return plan is not None and len(self.optimizer.state) < len(plan.parameters)
 
     def _resync_written(self, plan: ReplayPlan) -> None:
         """Update the masters of parameters if other code has written one since the last update."""

@@ -61,8 +61,10 @@ class FusedBinding(DeviceBinding):
         self._copied_groups: list[list[Any]] | None = None
         """Values of the groups when hyper-parameters were last copied for a replay; None if the
         table on the device may differ from them."""
-        self._last_groups: tuple[list[list[Any]], tuple[tuple[bool, int], ...]] = ([], ())
+        self._last_groups: tuple[list[list[Any]], tuple[Any, ...]] = ([], ())
         """Values of the groups at the last `recapture_key`, and the part of the key they give."""
+        self._has_tensors = False
+        """Whether hyper-parameters among them are tensors."""
         self._checked: GradientBatch | None = None
         """The gradients that `check` has checked for the coming step."""
 
@@ -165,15 +167,24 @@ class FusedBinding(DeviceBinding):
         # fast. The list of parameters is the same object when it grows, so that its length counts.
         groups = groups_of(self.optimizer)
         values = [[*group.values(), len(group["params"])] for group in groups]
-        if values != self._last_groups[0]:
-            self._last_groups = (
-                values,
-                tuple([(self._algorithm.variant(group), len(group["params"])) for group in groups]),
-            )
-        return id(self.optimizer.state), self.masters.generation, self._last_groups[1]
+        # Equal tensors may be different ones, and comparing them would synchronize.
+        if self._has_tensors or values != self._last_groups[0]:
+            tensors = list(map(self._tensor_addresses, groups))
+            self._has_tensors = any(tensors)
+            variants = map(self._algorithm.variant, groups)
+            sizes = [len(group["params"]) for group in groups]
+            self._last_groups = (values, tuple(zip(variants, sizes, tensors, strict=True)))
+        lacks_states = self._lacks_states(self._plan)
+        return id(self.optimizer.state), lacks_states, self.masters.generation, self._last_groups[1]
+
+    def _tensor_addresses(self, group: dict[str, Any]) -> tuple[int, ...]:
+        """Return the addresses of hyper-parameters that are tensors: captured copies read them."""
+        numbers = self._algorithm.numbers(group)
+        return tuple(one.data_ptr() for one in numbers if isinstance(one, torch.Tensor))
 
     def before_capture(self) -> None:
-        """Allocate the tables that must not be in the graph's memory pool."""
+        """Resync masters; allocate the tables that must not be in the graph's memory pool."""
+        super().before_capture()
         if self._plan is not None:
             self._plan.reserve()
 
@@ -197,11 +208,8 @@ class FusedBinding(DeviceBinding):
         groups = self._last_groups[0]
         if self._copied_groups is not groups:
             self._hyper_on(self._slots.counters.device, groups_of(self.optimizer))
-            has_tensors = any(
-                isinstance(value, torch.Tensor) for group in groups for value in group
-            )
             # The content of a tensor can change without a change of the group.
-            self._copied_groups = None if has_tensors else groups
+            self._copied_groups = None if self._has_tensors else groups
         self._resync_written(plan)
 
     # -- tables ------------------------------------------------------------------------------------
@@ -220,8 +228,12 @@ class FusedBinding(DeviceBinding):
             return None
         variants = tuple([self._algorithm.variant(group) for group in groups])
         plan = self._plan
-        if plan is None or not plan.fits(
-            parameters, gradients, self.optimizer.state, self.masters.generation, variants
+        if (
+            plan is None
+            or self._lacks_states(plan)
+            or not plan.fits(
+                parameters, gradients, self.optimizer.state, self.masters.generation, variants
+            )
         ):
             # Only here: a plan is for one list of parameters, so that a new one does not fit it.
             self._add_missing_masters(parameters)

@@ -15,6 +15,7 @@ from mezzo.optim.companion import sample_spacing
 from mezzo.optim.fused_algorithms import Algorithm, Group
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.policy.types import Master
+from mezzo.scaling import check_unscale
 from mezzo.scaling.mesh import ProcessMesh, first_element, local, local_gradients, local_tensors
 from mezzo.scaling.schedule_sync import groups_of
 
@@ -223,6 +224,8 @@ class LaunchPlan:
         ends."""
         self._captured: list[Any] = []
         """Tensors to keep alive, because CUDA graphs read them at every replay."""
+        self._is_captured = _launch.is_capturing(self.slots[0].shard.device)
+        """Whether the plan was made in a capture: only replays of that graph fill its tables."""
 
     def note_written(self, versions: list[int]) -> None:
         """Note the versions after an update."""
@@ -238,7 +241,8 @@ class LaunchPlan:
     ) -> bool:
         """Return whether the tables are valid for these parameters and gradients."""
         return (
-            len(parameters) == len(self.parameters)
+            not self._is_captured
+            and len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
             and state is self.state
             and generation == self.generation
@@ -357,7 +361,7 @@ def _make_launch(
     programs = [-(-size // chunk) for size in sizes]
     first_programs = accumulate(programs[:-1], initial=0)
     rows = [_row(slot, first) for slot, first in zip(slots, first_programs, strict=True)]
-    addresses = _launch.table_on(device, torch.tensor(rows, dtype=torch.int64).T.contiguous())
+    addresses = _table_on(device, torch.tensor(rows, dtype=torch.int64).T.contiguous())
     counters_and_groups = [[slot.index for slot in slots], [slot.group for slot in slots]]
     return Launch(
         *key,
@@ -366,10 +370,18 @@ def _make_launch(
         select=itemgetter(*indices) if len(indices) > 1 else lambda items: (items[indices[0]],),
         addresses=addresses,
         sizes=addresses[_SIZES],
-        chunks=_launch.table_on(device, _launch.chunks_of(sizes, chunk)),
-        indices=_launch.table_on(device, torch.tensor(counters_and_groups, dtype=torch.int32)),
+        chunks=_table_on(device, _launch.chunks_of(sizes, chunk)),
+        indices=_table_on(device, torch.tensor(counters_and_groups, dtype=torch.int32)),
         coefficients=torch.zeros(_COEFFICIENTS, len(slots), dtype=torch.float32, device=device),
     )
+
+
+def _table_on(device: torch.device, table: torch.Tensor) -> torch.Tensor:
+    """Copy a table to a device; keep the source of a captured copy, which every replay reads."""
+    copied, source = _launch.staged_on(device, table)
+    if _launch.is_capturing(device):
+        check_unscale.keep_captured(source)
+    return copied
 
 
 def _row(slot: ParameterSlot, first_program: int) -> Iterable[int]:

@@ -17,6 +17,7 @@ from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
 from mezzo.step.executor import StepContext, StepExecutor
 from mezzo.step.inputs import Call, format_shapes
+from mezzo.step.module_buffers import module_tensors
 from mezzo.step.options import AccumulationPhase
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.static_gradients import Gradients
@@ -151,13 +152,16 @@ class StepGraphs:
     ) -> CapturedStep:
         scaler, gradients = self._executor.components.scaler, self._executor.gradients()
         schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
+        # A module may get another tensor in place of one that the graph reads.
+        kept_alive = (
+            self._executor.metrics.memory,
+            module_tensors(self._executor.components.models),
+        )
         begin = time.perf_counter()
         for binding in self.bindings if updates else ():
             binding.before_capture()
         try:
-            graph = self.capturer.capture(
-                run, values, self._executor.metrics.memory, **attempt._asdict()
-            )
+            graph = self.capturer.capture(run, values, kept_alive, **attempt._asdict())
         except CaptureFailed:
             self._discard(gradients)
             raise
@@ -166,14 +170,14 @@ class StepGraphs:
             _events.emit(_events.StepCaptured(format_shapes(graph.inputs), seconds))
         if not updates:
             return CapturedStep(graph, None)
-        bindings, kept_alive = [], []
+        bindings, read_by_updates = [], []
         for binding in self.bindings:
             binding.after_capture()
             plan, kept = binding.captured()
-            kept_alive.append(kept)
+            read_by_updates.append(kept)
             if plan is not None:
                 bindings.append(ReplayedBinding(binding, plan))
-        update = CapturedUpdate(tuple(bindings), schedule_tables, tuple(kept_alive))
+        update = CapturedUpdate(tuple(bindings), schedule_tables, tuple(read_by_updates))
         return CapturedStep(graph, update)
 
     def _discard(self, gradients: Gradients) -> None:

@@ -48,7 +48,7 @@ class CapturedGraph:
     returned: Any
     """Outputs of the captured function, which each replay overwrites."""
     kept_alive: tuple[Any, ...] = ()
-    """Tables and host memory that the graph reads and writes at each replay."""
+    """Tables, host memory and tensors of modules that the graph reads and writes at each replay."""
     host_inputs: HostInputs | None = None
     """Copies inputs from the host; None copies them like others."""
     host_draws: tuple[torch.Size, ...] = ()
@@ -151,14 +151,14 @@ class GraphCapturer:
         self,
         run: Callable[[Any], Any],
         values: Any,
-        host_memory: object = None,
+        kept_alive: object = None,
         *,
         reports_eager: bool = True,
         records_draws: bool = False,
     ) -> CapturedGraph:
         """Capture a function of nested inputs, or raise `CaptureFailed` with all generators reset.
 
-        `host_memory` is what the graph writes to on the host; it is kept alive. `reports_eager` is
+        `kept_alive` is what the graph reads and writes that may else be freed. `reports_eager` is
         for models that ask whether they are captured, see `report_eager`, `records_draws` for those
         that draw random numbers on the host, see `HostDraws`.
         """
@@ -191,7 +191,7 @@ class GraphCapturer:
             graph,
             buffers.tensors,
             returned,
-            (*tables, host_memory),
+            (*tables, kept_alive),
             self.host_inputs,
             tuple(draws.shapes),
         )

@@ -33,6 +33,7 @@ from mezzo.step.inputs import (
     move_inputs,
     signature,
 )
+from mezzo.step.module_buffers import module_tensors
 from mezzo.step.options import Capture
 from mezzo.step.replay_timing import ReplayTiming
 
@@ -221,11 +222,11 @@ class EvalStep:
         leaves: list[torch.Tensor],
     ) -> CapturedGraph | None:
         """Capture a call; if that fails, return None: calls, or those of this kind, run eagerly."""
-        reason, moved = "", move_inputs(inputs, self._device)
+        reason, moved, kept = "", move_inputs(inputs, self._device), module_tensors([self.model])
         # Models that read from the device only when they are not captured need the second attempt.
         for reports_eager in (True, False):
             try:
-                return capturer.capture(self._run, moved, reports_eager=reports_eager)
+                return capturer.capture(self._run, moved, kept, reports_eager=reports_eager)
             except CaptureFailed as failure:
                 reason = str(failure)
         if self._inputs.are_others_captured(kind):
