@@ -490,6 +490,36 @@ def test_a_changed_closure_value_of_the_loss_function_causes_a_new_capture(captu
     assert len(capturer.graphs) == 2
 
 
+def test_a_replaced_tensor_that_the_loss_function_closes_over_causes_a_new_capture(capturer):
+    weight = first = torch.ones(())
+
+    def loss(outputs, target, boost):
+        return boosted(outputs, target, boost) * weight
+
+    step = captured_step(Made("mlp"), loss)
+    run(step, 5)
+    first.fill_(2.0)
+    run(step, 2)
+    assert [graph.replays for graph in capturer.graphs] == [4]
+    weight = torch.zeros(())
+    assert run(step, 3) == [0.0] * 3
+    assert len(capturer.graphs) == 2
+
+
+def test_a_loss_function_that_reads_another_tensor_in_each_call_is_not_captured(capturer):
+    tensors = [torch.full((), float(number)) for number in range(8)]
+    weight = tensors[0]
+
+    def loss(outputs, target, boost):
+        return boosted(outputs, target, boost) * 0 + weight
+
+    step, losses = captured_step(Made("mlp"), loss), []
+    for weight in tensors:  # noqa: B007
+        losses += run(step, 1)
+    assert losses == list(range(8))
+    assert not capturer.graphs
+
+
 def test_a_loaded_state_drops_the_graphs(capturer):
     step = captured_step(Made("mlp"))
     run(step, 5)

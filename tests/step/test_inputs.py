@@ -133,15 +133,36 @@ class TestClosureValues:
         monkeypatch.setitem(globals(), "WEIGHT", 2.0)
         assert (before, read()) == ((1.0,), (2.0,))
 
-    def test_tensors_in_a_closure_are_left_out(self):
-        held = torch.ones(2)
-        assert closure_values(lambda: held)() == ()
+    def test_tensors_in_a_closure_are_told_apart_by_their_memory(self):
+        held = first = torch.ones(4)
+        read = closure_values(lambda: held)
+        before = read()
+        held.zero_()
+        assert read() == before
+        held = first[::2]
+        assert read() != before
+        held = torch.ones(4)
+        assert read() != before
+        held = held.to_sparse()
+        assert read() == (id(held),)
+
+    def test_attributes_are_not_taken_for_globals_of_their_name(self, monkeypatch):
+        read = closure_values(lambda output: output.WEIGHT)
+        monkeypatch.setitem(globals(), "WEIGHT", torch.ones(1))
+        assert read() == ()
+
+    def test_globals_that_are_assigned_later_are_read(self, monkeypatch):
+        read = closure_values(lambda: assigned_later)  # noqa: F821
+        before = read()
+        monkeypatch.setitem(globals(), "assigned_later", torch.ones(1))
+        assert (before, len(read())) == ((None,), 1)
+        assert read() != before
 
     def test_a_module_has_none(self):
         assert closure_values(torch.nn.MSELoss())() == ()
 
-    def test_a_variable_that_is_not_assigned_yet_is_left_out(self):
+    def test_a_variable_that_is_not_assigned_yet_is_none(self):
         read = closure_values(lambda: later)
         before = read()
         later = 3
-        assert (before, read()) == ((), (3,))
+        assert (before, read()) == ((None,), (3,))

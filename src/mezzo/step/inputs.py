@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -252,9 +254,10 @@ _PLAIN = (bool, int, float, str)
 
 
 def closure_values(function: Any) -> Callable[[], Hashable]:
-    """Return a function that reads the numbers and strings that `function` closes over.
+    """Return a function that reads the numbers, strings and tensors that `function` closes over.
 
     A captured graph keeps the values of its capture; comparing them tells when to capture again.
+    Of a tensor that is its memory, which the graph reads, not its content.
 
     >>> def outer():
     ...     weight = 1.0
@@ -271,13 +274,37 @@ def closure_values(function: Any) -> Callable[[], Hashable]:
     if not isinstance(function, FunctionType):
         return tuple
     cells, namespace = function.__closure__ or (), function.__globals__
-    names = [name for name in function.__code__.co_names if isinstance(namespace.get(name), _PLAIN)]
+    names = [name for name in _global_names(function) if _may_change(namespace.get(name))]
     if not cells and not names:
         return tuple
     return lambda: (
-        *[content for cell in cells if isinstance(content := _content(cell), _PLAIN)],
-        *[namespace.get(name) for name in names],
+        *[_identity(_content(cell)) for cell in cells],
+        *[_identity(namespace.get(name)) for name in names],
     )
+
+
+def _global_names(function: FunctionType) -> list[str]:
+    """Return the global variables that a function reads; `co_names` has its attributes too."""
+    read = {one.argval for one in dis.get_instructions(function) if one.opname == "LOAD_GLOBAL"}
+    return sorted(read - vars(builtins).keys())
+
+
+def _may_change(value: Any) -> bool:
+    """Return whether a global may become another number or tensor. It may be assigned later."""
+    return value is None or isinstance(value, (*_PLAIN, torch.Tensor))
+
+
+def _identity(value: Any) -> Hashable:
+    """Return a plain value, the memory of a tensor, and None for what is not compared."""
+    if isinstance(value, _PLAIN):
+        return value
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    except RuntimeError:
+        # A sparse tensor has no address.
+        return id(value)
 
 
 def _content(cell: Any) -> Any:

@@ -63,7 +63,7 @@ class StepOptions:
     takes_update: bool = False
     """Whether the body takes `update`, which steps a single optimizer, as its first argument."""
     closure_values: Callable[[], Hashable] = tuple
-    """Returns the plain values that the body closes over; a captured graph depends on them."""
+    """Returns what the body closes over that a captured graph depends on."""
     casts_first_input: bool = False
     """Whether the first argument goes to the model only, so that it can be cast in advance."""
     channels_last: bool = False

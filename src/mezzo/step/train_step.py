@@ -73,9 +73,9 @@ class TrainStep(Step):
     shows an old learning rate: read `optimizer.param_groups` again.
 
     A captured step follows changes of inputs, shapes, train and eval modes, learning rates and
-    other numbers of the optimizer's groups, and plain values that the loss function closes over.
-    Other attributes of modules, such as a dropout's `p`, and Python values that a model reads keep
-    the values they had at the capture.
+    other numbers of the optimizer's groups, and numbers and tensors that the loss function closes
+    over. Other attributes of modules, such as a dropout's `p`, and Python values that a model reads
+    keep the values they had at the capture.
 
     With several processes, pass the model in DistributedDataParallel, or one that `fully_shard` has
     sharded. At O1 the order is free; at O2 and O3, which cast parameters, first decorate, then
@@ -123,8 +123,9 @@ class TrainStep(Step):
         max_graphs: Kinds of inputs, such as sequence lengths, that CUDA graphs are kept for. Their
             graphs share one memory pool. Others run eagerly.
         same_shapes: A promise that in every call all processes get inputs of equal shapes, dtypes
-            and plain values. A captured step then does not compare them before each call, which is
-            a small all-gather between the hosts.
+            and plain values, and that the loss function closes over the same tensors. A captured
+            step then does not compare them before each call, which is a small all-gather between
+            the hosts.
         keep_outputs: Whether `step.outputs` is the model's output if the loss function returns the
             loss alone. A captured step then holds the memory of that output for each shape.
         mean_over: Number of calls over which `step.means` are taken; None for no means.
