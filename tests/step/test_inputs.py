@@ -133,7 +133,7 @@ class TestClosureValues:
         monkeypatch.setitem(globals(), "WEIGHT", 2.0)
         assert (before, read()) == ((1.0,), (2.0,))
 
-    def test_tensors_in_a_closure_are_told_apart_by_their_memory(self):
+    def test_tensors_in_a_closure_are_compared_by_their_memory(self):
         held = first = torch.ones(4)
         read = closure_values(lambda: held)
         before = read()
