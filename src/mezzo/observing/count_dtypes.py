@@ -45,6 +45,12 @@ class DtypeCounts:
         """Return the number of calls of one op per output dtype; empty if it did not run."""
         return {row.dtype: row.calls for row in self.rows() if row.op == op}
 
+    def __str__(self) -> str:
+        """Show a row per op and dtype, with its calls."""
+        rows = self.rows()
+        width = max((len(row.op) for row in rows), default=0)
+        return "\n".join(f"{row.op:{width}}  {row.dtype:8}  {row.calls:,}" for row in rows)
+
 
 @contextmanager
 def count_dtypes() -> Iterator[DtypeCounts]:
@@ -53,10 +59,13 @@ def count_dtypes() -> Iterator[DtypeCounts]:
     `mezzo.op_stats` also has modules, casts and times; what its documentation lists holds here too.
 
     >>> import torch
+    >>> x = torch.ones(2, 2)
     >>> with count_dtypes() as counts:
-    ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+    ...     _ = x @ x
     >>> counts.of("mm")
     {'float32': 1}
+    >>> print(counts)
+    mm  float32   1
     """
     with OpStats() as stats:
         yield DtypeCounts(stats)
