@@ -157,7 +157,7 @@ def test_a_compiled_gpt_leaves_a_report(tmp_path):
     [
         "run = torch.compile(model, backend=backend)",
         "model.compile(backend=backend); run = model",
-        "model[0].compile(backend=backend); run = model",
+        "model.inner.compile(backend=backend); run = model",
         "step, run = mezzo.TrainStep(model, loss, optimizer, dtype='bfloat16', compile=True), None",
     ],
 )
@@ -170,7 +170,13 @@ def test_a_compiled_model_is_not_run_eagerly_to_count_its_ops(tmp_path, compiled
         "    return lambda *inputs: (runs.add(number), graph.forward(*inputs))[1]\n"
         "plain = torch.compile\n"
         "torch.compile = lambda model, **_: plain(model, backend=backend)\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(4, 4))\n"
+        "class Layer(torch.nn.Module):\n"
+        "    def __init__(self, inner):\n"
+        "        super().__init__()\n"
+        "        self.inner = inner\n"
+        "    def forward(self, x):\n"
+        "        return self.inner(x) * 2.0\n"
+        "model = Layer(Layer(torch.nn.Linear(4, 4)))\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "loss = torch.nn.functional.mse_loss\n"
         f"{compiled}\n"
