@@ -209,3 +209,35 @@ def test_a_parameter_that_was_frozen_and_written_is_trained_on_from_what_was_wri
         del kept
     for captured, eager in zip(*weights, strict=True):
         assert torch.allclose(captured, eager, rtol=1e-2, atol=1e-3)
+
+
+class RunningMean(nn.Module):
+    """Assigns a buffer and a tuple in its forward pass, and reads what the last call assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+        self.register_buffer("mean", torch.zeros(16))
+        self.state = (torch.zeros(16).cuda(), torch.ones(()).cuda())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total, count = self.state
+        self.state = (total + x.detach().float().mean(0), count + 1)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().float().mean(0)
+        output: torch.Tensor = self.layers(x - self.mean - total / count)
+        return output
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensors_that_a_forward_pass_assigns_are_those_of_the_eager_step(dtype: str) -> None:
+    results = []
+    for capture in (True, False):
+        model = RunningMean().cuda()
+        step = make_step(model, policy="O2", dtype=dtype, capture=capture)
+        losses = run(step, [8] * 10)
+        assert step.captured is capture
+        results.append([*map(torch.as_tensor, losses), model.mean, *model.state])
+    for captured, eager in zip(*results, strict=True):
+        torch.testing.assert_close(
+            captured.float().cpu(), eager.float().cpu(), rtol=1e-2, atol=1e-3
+        )

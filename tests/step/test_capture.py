@@ -461,21 +461,6 @@ def test_a_parameter_at_another_address_causes_a_new_capture(capturer):
     assert len(capturer.graphs) == 2
 
 
-def test_a_graph_keeps_tensors_that_a_module_no_longer_has(capturer):
-    made = Made("mlp")
-    layer = next(made.model.children())
-    layer.register_buffer("mask", torch.ones(3))
-    layer.table = torch.ones(3)
-    step = captured_step(made)
-    run(step, 4)
-    read = [weakref.ref(layer.mask), weakref.ref(layer.table)]
-    layer.mask, layer.table = torch.zeros(3), torch.zeros(3)
-    gc.collect()
-    assert step.captured
-    _, tensors = capturer.kept_alive
-    assert all(any(one is tensor() for one in tensors) for tensor in read)
-
-
 def test_a_changed_closure_value_of_the_loss_function_causes_a_new_capture(capturer):
     factor = 1.0
 

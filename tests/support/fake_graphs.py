@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import mezzo
 from mezzo.step import captured_step, replay_timing
@@ -99,6 +100,9 @@ class Replayed:
     def inputs(self) -> list[torch.Tensor]:
         return self.graph.inputs
 
+    def prepare(self) -> bool:
+        return True
+
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         return self.graph.replay(leaves)
 
@@ -126,8 +130,6 @@ class FakeCapturer:
     """Whether captures do not run the function."""
     executor: StepExecutor | None = None
     pool: GraphPool = field(default_factory=GraphPool)
-    kept_alive: object = None
-    """What the last graph was given to keep alive."""
     pools: list[Any] = field(default_factory=list)
     """The pool of each graph."""
 
@@ -142,13 +144,12 @@ class FakeCapturer:
         self,
         run: Callable[[Any], Any],
         values: Any,
-        kept_alive: object = None,
-        *,
+        *_: object,
+        models: Iterable[nn.Module] = (),
         reports_eager: bool = True,
         records_draws: bool = False,
     ) -> Replayed:
         self.reports.append(reports_eager)
-        self.kept_alive = kept_alive
         if self.draws and not records_draws:
             raise HostDrawsFound
         fails_for_calls = self.fails_for_calls and isinstance(values, Call)

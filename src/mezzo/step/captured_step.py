@@ -17,7 +17,6 @@ from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
 from mezzo.step.executor import StepContext, StepExecutor
 from mezzo.step.inputs import Call, format_shapes
-from mezzo.step.module_buffers import module_tensors
 from mezzo.step.options import AccumulationPhase
 from mezzo.step.replay_timing import ReplayTiming
 from mezzo.step.static_gradients import Gradients
@@ -152,16 +151,17 @@ class StepGraphs:
     ) -> CapturedStep:
         scaler, gradients = self._executor.components.scaler, self._executor.gradients()
         schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
-        # A module may get another tensor in place of one that the graph reads.
-        kept_alive = (
-            self._executor.metrics.memory,
-            module_tensors(self._executor.components.models),
-        )
         begin = time.perf_counter()
         for binding in self.bindings if updates else ():
             binding.before_capture()
         try:
-            graph = self.capturer.capture(run, values, kept_alive, **attempt._asdict())
+            graph = self.capturer.capture(
+                run,
+                values,
+                self._executor.metrics.memory,
+                models=self._executor.components.models,
+                **attempt._asdict(),
+            )
         except CaptureFailed:
             self._discard(gradients)
             raise
@@ -205,6 +205,8 @@ class StepGraphs:
         """
         if captured.update is not None:
             return self._replay(captured, captured.update, leaves, source)
+        if not captured.graph.prepare():
+            return None
         returned = captured.graph.replay(leaves)
         if phase.last:
             loss, returned = returned
@@ -233,6 +235,8 @@ class StepGraphs:
         source: NonfiniteSource,
     ) -> tuple[Any] | None:
         """Replay a graph that updates, with the host work around it."""
+        if not captured.graph.prepare():
+            return None
         scaler = self._executor.components.scaler
         for binding, plan in update.bindings:
             binding.before_replay(plan)

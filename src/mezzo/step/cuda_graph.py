@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from mezzo._casting import map_tensors
@@ -29,6 +30,7 @@ from mezzo._torch import (
 )
 from mezzo.prepare import rng_state
 from mezzo.scaling.check_unscale import captured_tables
+from mezzo.step.assigned_tensors import KeptTensors, keep_assigned, module_state
 from mezzo.step.host_inputs import HostInput, HostInputs
 from mezzo.step.host_random import HostDraws, draw_again
 from mezzo.step.inputs import copy_outputs, make_static_buffers
@@ -53,6 +55,12 @@ class CapturedGraph:
     """Copies inputs from the host; None copies them like others."""
     host_draws: tuple[torch.Size, ...] = ()
     """Random numbers without an effect that the function draws on the host."""
+    assigned: tuple[KeptTensors, ...] = ()
+    """Tensors of modules in place of which the function assigns others."""
+
+    def prepare(self) -> bool:
+        """Prepare a replay after eager calls; return False if it cannot be replayed any more."""
+        return all(tensors.prepare() for tensors in self.assigned)
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run the graph on other inputs; return copies of its outputs."""
@@ -153,17 +161,23 @@ class GraphCapturer:
         values: Any,
         kept_alive: object = None,
         *,
+        models: Iterable[nn.Module] = (),
         reports_eager: bool = True,
         records_draws: bool = False,
     ) -> CapturedGraph:
         """Capture a function of nested inputs, or raise `CaptureFailed` with all generators reset.
 
-        `kept_alive` is what the graph reads and writes that may else be freed. `reports_eager` is
+        `kept_alive` is what the graph reads and writes that may else be freed. `models` are those
+        that the function runs: their buffers and attributes are kept alive too. `reports_eager` is
         for models that ask whether they are captured, see `report_eager`, `records_draws` for those
         that draw random numbers on the host, see `HostDraws`.
         """
         graph, pool, draws = torch.cuda.CUDAGraph(), self.pool.handle(), HostDraws()
-        with self._restored_on_error(pool) as host_state, find_host_syncs() as host_reads:
+        before = module_state(models)
+        with (
+            self._restored_on_error(pool, before) as host_state,
+            find_host_syncs() as host_reads,
+        ):
             try:
                 buffers = make_static_buffers(values)
                 # "relaxed": this thread and others, such as a data loader's, may allocate pinned
@@ -179,6 +193,7 @@ class GraphCapturer:
                     ),
                 ):
                     returned = map_tensors(run(buffers.values), torch.Tensor.detach)
+                    assigned = keep_assigned(before)
             except CaptureFailed:
                 raise
             # Any error: a function may do anything that cannot be captured.
@@ -191,13 +206,17 @@ class GraphCapturer:
             graph,
             buffers.tensors,
             returned,
-            (*tables, kept_alive),
+            # Not with their history: its nodes that accumulate gradients would be on this stream.
+            (*tables, kept_alive, [one.detach() for tensors in before for one in tensors.tensors]),
             self.host_inputs,
             tuple(draws.shapes),
+            assigned,
         )
 
     @contextmanager
-    def _restored_on_error(self, pool: Any) -> Iterator[dict[str, Any]]:
+    def _restored_on_error(
+        self, pool: Any, before: Iterable[KeptTensors]
+    ) -> Iterator[dict[str, Any]]:
         """Restore what a failed capture leaves behind; yield the state of the host's generators.
 
         A capture that CUDA has invalidated leaves its stream current, the device's generator in its
@@ -210,6 +229,9 @@ class GraphCapturer:
         except BaseException:
             torch.cuda.set_stream(stream)
             rng_state.restore_rng_state(host_state)
+            for tensors in before:
+                # Those of the capture hold nothing.
+                tensors.restore()
             # An error means that the capture has ended in order.
             with suppress(RuntimeError):
                 end_allocate_to_pool(index, pool)

@@ -33,7 +33,6 @@ from mezzo.step.inputs import (
     move_inputs,
     signature,
 )
-from mezzo.step.module_buffers import module_tensors
 from mezzo.step.options import Capture
 from mezzo.step.replay_timing import ReplayTiming
 
@@ -171,6 +170,9 @@ class EvalStep:
         graph = kind.graphs.get(_CALL)
         if graph is None:
             return self._warm_up_or_capture(self._capturer, kind, inputs, leaves)
+        if not graph.prepare():
+            self._drop_graphs(recapture_key)
+            return self._run_eagerly(inputs)
         return self._replay(kind, graph, leaves)
 
     def _replay(
@@ -222,11 +224,13 @@ class EvalStep:
         leaves: list[torch.Tensor],
     ) -> CapturedGraph | None:
         """Capture a call; if that fails, return None: calls, or those of this kind, run eagerly."""
-        reason, moved, kept = "", move_inputs(inputs, self._device), module_tensors([self.model])
+        reason, moved = "", move_inputs(inputs, self._device)
         # Models that read from the device only when they are not captured need the second attempt.
         for reports_eager in (True, False):
             try:
-                return capturer.capture(self._run, moved, kept, reports_eager=reports_eager)
+                return capturer.capture(
+                    self._run, moved, models=[self.model], reports_eager=reports_eager
+                )
             except CaptureFailed as failure:
                 reason = str(failure)
         if self._inputs.are_others_captured(kind):

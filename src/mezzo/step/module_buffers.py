@@ -24,23 +24,6 @@ def module_modes(
     return tuple(map(_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters))
 
 
-def module_tensors(models: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Return the buffers of models, and other tensors that are attributes of their modules.
-
-    >>> layer = nn.BatchNorm1d(2)
-    >>> layer.weights_of_classes = torch.ones(3)
-    >>> len(module_tensors([nn.Sequential(layer)]))
-    4
-    """
-    return [
-        value
-        for model in models
-        for module in model.modules()
-        for value in (*module._buffers.values(), *vars(module).values())
-        if isinstance(value, torch.Tensor)
-    ]
-
-
 class ModuleBuffers:
     """Buffers that a forward pass writes, with their values before the step.
 
