@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo.step.assigned_tensors import keep_assigned, module_state
+from mezzo.step.assigned_tensors import keep_assigned, module_state, prepare_replay
 
 
 class Stateful(nn.Module):
@@ -58,7 +58,7 @@ def test_what_eager_calls_assign_is_copied_before_a_replay():
     _, assigned = kept(model)
     model(torch.ones(3, 2))
     assert model.mean is not mean
-    assert all(tensors.prepare() for tensors in assigned)
+    assert prepare_replay(assigned)
     assert model.mean is mean
     assert mean.tolist() == [1.5, 1.5]
     assert [value.tolist() for value in state] == [[2.0, 2.0], [-2.0]]
@@ -68,7 +68,7 @@ def test_state_that_was_reset_cannot_be_replayed():
     model = Stateful()
     _, assigned = kept(model)
     model.state = None
-    assert not all(tensors.prepare() for tensors in assigned)
+    assert not prepare_replay(assigned)
     assert model.state is None
 
 
@@ -80,9 +80,9 @@ def test_tensors_of_other_kinds_of_inputs_are_left_to_them(other):
     mean = model.mean
     before, assigned = kept(model)
     model.mean = other
-    assert not before[0].update()
+    assert not keep_assigned(before[:1])
     assert model.mean is other
-    assert all(tensors.prepare() for tensors in assigned)
+    assert prepare_replay(assigned)
     assert model.mean is mean
     assert mean.tolist() == [1.0, 1.0]
 
@@ -96,7 +96,7 @@ def test_a_view_of_the_tensor_before_is_copied_whole():
     assert keep_assigned(before)
     assert mean.tolist() == [3.0, 0.0, 1.0, 2.0]
     model.mean = mean.as_strided((4,), (0,), 1)
-    assert before[0].update()
+    assert keep_assigned(before)
     assert mean.tolist() == [0.0] * 4
 
 
@@ -109,6 +109,45 @@ def test_a_failed_capture_leaves_the_tensors_before_it():
         tensors.restore()
     assert (model.mean, model.state, model.last) == values
     assert model.mean.tolist() == [0.0, 0.0]
+
+
+def test_elements_of_a_list_are_state_too():
+    model = Stateful()
+    model.state = states = [torch.zeros(1), torch.ones(1)]
+    first, second = states
+    before = module_state([model])
+    states[1] = second + 1.0
+    assigned = keep_assigned(before)
+    assert model.state is states
+    assert states[0] is first
+    assert states[1] is second
+    assert second.item() == 2.0
+    states[0] = torch.full((1,), 5.0)
+    assert prepare_replay(assigned)
+    assert states[0] is first
+    assert first.item() == 5.0
+    states.append(torch.zeros(1))
+    assert prepare_replay(assigned)
+    assert len(states) == 2
+
+
+@pytest.mark.parametrize("names", [("last", "mean"), ("mean", "last")])
+def test_tensors_that_a_pass_exchanges_are_read_before_they_are_written(names):
+    model = Stateful()
+    for number, name in enumerate(names):
+        setattr(model, name, torch.full((2,), float(number)))
+    model.state = [torch.full((1,), float(number)) for number in range(3)]
+    before = module_state([model])
+    model.last, model.mean = model.mean, model.last
+    model.state[1:], model.state[0] = model.state[:2], torch.full((1,), 9.0)
+    expected = [model.mean.tolist(), model.last.tolist(), [one.item() for one in model.state]]
+    assert len(keep_assigned(before)) == 3
+    assert [
+        model.mean.tolist(),
+        model.last.tolist(),
+        [one.item() for one in model.state],
+    ] == expected
+    assert all(tensors.are_current for tensors in before)
 
 
 def test_inference_tensors_are_written():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,43 +23,33 @@ class KeptTensors:
     """Of the module."""
     name: str
     value: Any
-    """What a captured graph reads and writes."""
+    """What the module keeps."""
+    tensors: list[Tensor]
+    """The tensors in it, which a captured graph reads and writes."""
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors themselves."""
-        return _tensors(self.value)
-
-    def prepare(self) -> bool:
-        """Prepare a replay; return False if the module has no tensors here now, as after a reset.
-
-        Tensors of another kind of inputs, which have other shapes, are left to that kind.
-        """
+    def are_current(self) -> bool:
+        """Whether the module has them now; the elements of a list may be others."""
         now = self.attributes.get(self.name)
-        if now is not self.value:
-            if not _tensors(now):
-                return False
-            if not self.update():
-                self.restore()
-        return True
+        return now is self.value and (
+            type(now) is not list
+            or (len(now) == len(self.tensors) and all(map(is_, now, self.tensors)))
+        )
 
-    def update(self) -> bool:
-        """Copy what the module has now into these tensors, and let it keep them.
+    def pairs(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Return each tensor with the one that the module has now in its place.
 
-        Returns False, and changes nothing, if there are other shapes or dtypes now, or results that
-        backward passes through, which belong to one call.
+        None if there are other shapes or dtypes now, or results that backward passes through, which
+        belong to one call.
         """
-        tensors, new = self.tensors, _tensors(self.attributes.get(self.name))
-        if len(tensors) != len(new) or not all(map(_fits, tensors, new)):
-            return False
-        for tensor, value in zip(tensors, new, strict=True):
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(value.clone() if _share_memory(tensor, value) else value)
-        self.attributes[self.name] = self.value
-        return True
+        new = _tensors(self.attributes.get(self.name))
+        fits = len(self.tensors) == len(new) and all(map(_fits, self.tensors, new))
+        return list(zip(self.tensors, new, strict=True)) if fits else None
 
     def restore(self) -> None:
         """Let the module have these tensors again, with the values that they have."""
+        if isinstance(self.value, list):
+            self.value[:] = self.tensors
         self.attributes[self.name] = self.value
 
 
@@ -67,25 +58,54 @@ def module_state(models: Iterable[nn.Module]) -> list[KeptTensors]:
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.mean = mean = torch.zeros(2)
-    >>> (state,) = module_state([layer])
+    >>> before = module_state([layer])
     >>> layer.mean = torch.ones(2)
-    >>> state.update(), layer.mean is mean, mean.tolist()
-    (True, True, [1.0, 1.0])
+    >>> (kept,) = keep_assigned(before)
+    >>> layer.mean is mean, mean.tolist()
+    (True, [1.0, 1.0])
     """
     return [
-        KeptTensors(attributes, name, value)
+        KeptTensors(attributes, name, value, tensors)
         for model in models
         for module in model.modules()
         for attributes in (module._buffers, vars(module))
         for name, value in attributes.items()
-        if _tensors(value)
+        if (tensors := _tensors(value))
     ]
 
 
 def keep_assigned(before: Iterable[KeptTensors]) -> tuple[KeptTensors, ...]:
-    """Keep the tensors before a pass where it has assigned others; return what is kept."""
-    changed = [one for one in before if one.attributes.get(one.name) is not one.value]
-    return tuple(kept for kept in changed if kept.update())
+    """Copy what a pass has assigned into the tensors before it, and let modules keep those.
+
+    Returns what is kept. Tensors that do not fit are left as they are.
+    """
+    changed = [(tensors, tensors.pairs()) for tensors in before if not tensors.are_current]
+    kept = [(tensors, pairs) for tensors, pairs in changed if pairs is not None]
+    all_pairs = [pair for _, pairs in kept for pair in pairs]
+    written = {_address(tensor) for tensor, _ in all_pairs}
+    # Modules may exchange tensors: none is overwritten before it is read.
+    values = [new.clone() if _address(new) in written else new for _, new in all_pairs]
+    for (tensor, _), value in zip(all_pairs, values, strict=True):
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(value)
+    for tensors, _ in kept:
+        tensors.restore()
+    return tuple(tensors for tensors, _ in kept)
+
+
+def prepare_replay(assigned: Iterable[KeptTensors]) -> bool:
+    """Let modules have these tensors again, with what eager calls have assigned meanwhile.
+
+    Returns False if a module has no tensors in a place now, as after a reset: the graph cannot be
+    replayed. Tensors of another kind of inputs, which have other shapes, are left to that kind.
+    """
+    changed = [tensors for tensors in assigned if not tensors.are_current]
+    if not all(_tensors(tensors.attributes.get(tensors.name)) for tensors in changed):
+        return False
+    keep_assigned(changed)
+    for tensors in changed:
+        tensors.restore()
+    return True
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -101,5 +121,5 @@ def _fits(tensor: Tensor, new: Tensor) -> bool:
     return same and not (tensor.requires_grad or new.requires_grad)
 
 
-def _share_memory(tensor: Tensor, new: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == new.untyped_storage().data_ptr()
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -30,7 +30,7 @@ from mezzo._torch import (
 )
 from mezzo.prepare import rng_state
 from mezzo.scaling.check_unscale import captured_tables
-from mezzo.step.assigned_tensors import KeptTensors, keep_assigned, module_state
+from mezzo.step.assigned_tensors import KeptTensors, keep_assigned, module_state, prepare_replay
 from mezzo.step.host_inputs import HostInput, HostInputs
 from mezzo.step.host_random import HostDraws, draw_again
 from mezzo.step.inputs import copy_outputs, make_static_buffers
@@ -60,7 +60,7 @@ class CapturedGraph:
 
     def prepare(self) -> bool:
         """Prepare a replay after eager calls; return False if it cannot be replayed any more."""
-        return all(tensors.prepare() for tensors in self.assigned)
+        return not self.assigned or prepare_replay(self.assigned)
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run the graph on other inputs; return copies of its outputs."""
