@@ -104,8 +104,8 @@ def advise(
 def _settings(device: torch.device, levels: Sequence[str]) -> Iterator[Setting]:
     """Yield the settings to time, eager float32 first."""
     support = hardware(device)
-    names = [dtype for dtype in reversed(HALF_DTYPES) if support.support(dtype).supported]
-    precisions = [Precision(dtype_name(name)) for name in names]
+    dtypes = [dtype for dtype in reversed(HALF_DTYPES) if support.support(dtype).supported]
+    precisions = [Precision(dtype_name(dtype)) for dtype in dtypes]
     yield _FLOAT32
     is_cuda = device.type == "cuda"
     captures = (False, True) if is_cuda else (False,)

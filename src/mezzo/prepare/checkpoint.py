@@ -354,10 +354,10 @@ def _refuse_mid_accumulation(
 def _decorations(
     models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...]
 ) -> set[Decoration]:
-    of_optimizers = (decoration_of(optimizer) for optimizer in optimizers)
+    of_optimizers = map(decoration_of, optimizers)
     return {
         *(decoration for model in models for decoration in decorations_of(model)),
-        *(optimizer for optimizer in of_optimizers if optimizer is not None),
+        *(decoration for decoration in of_optimizers if decoration is not None),
     }
 
 

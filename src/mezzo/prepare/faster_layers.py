@@ -147,6 +147,7 @@ def _patch_product(module: nn.Conv2d, input: Tensor) -> Tensor:  # noqa: A002 - 
 
 _TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _DROPPED = {"relu", "dropout"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DROPPED_REASON = "keeps one tensor of its ReLU and dropout for backward instead of three"
 
 
@@ -177,13 +178,12 @@ def _drops_relu(layer: Any) -> bool:
 
 
 def _feed_forward(layer: Any, x: Tensor) -> Tensor:
-    parts = (layer.dropout, layer.activation)
+    replaced = (layer.dropout, layer.activation)
     if (
         is_compiling()
         or is_functorch_tensor(x)
         or not (layer.dropout.training and _drops_relu(layer))
-        or any(getattr(one, "_forward_hooks", None) for one in parts)
-        or any(getattr(one, "_forward_pre_hooks", None) for one in parts)
+        or any(getattr(part, hooks, None) for part in replaced for hooks in _HOOKS)
     ):
         plain: Tensor = type(layer)._ff_block(layer, x)
         return plain

@@ -207,7 +207,7 @@ class GraphCapturer:
             buffers.tensors,
             returned,
             # Not with their history: its nodes that accumulate gradients would be on this stream.
-            (*tables, kept_alive, [one.detach() for tensors in before for one in tensors.tensors]),
+            (*tables, kept_alive, [tensor.detach() for kept in before for tensor in kept.tensors]),
             self.host_inputs,
             tuple(draws.shapes),
             assigned,

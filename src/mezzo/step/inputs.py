@@ -285,7 +285,8 @@ def closure_values(function: Any) -> Callable[[], Hashable]:
 
 def _global_names(function: FunctionType) -> list[str]:
     """Return the global variables that a function reads; `co_names` has its attributes too."""
-    read = {one.argval for one in dis.get_instructions(function) if one.opname == "LOAD_GLOBAL"}
+    instructions = dis.get_instructions(function)
+    read = {step.argval for step in instructions if step.opname == "LOAD_GLOBAL"}
     return sorted(read - vars(builtins).keys())
 
 
