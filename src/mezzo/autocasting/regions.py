@@ -74,18 +74,37 @@ class Region:
 _SEPARATOR = "\x1f"
 
 
-Entered = list[Any]
-"""What `leave` restores: the region, whether autocast was enabled, the previous dtype if it
-changed, torch's cache setting, the mode, whether it was pushed, its previous key, and the region's
-dtype. A plain list: regions are entered at every step, and a record with names takes a tenth
-longer."""
+@dataclass(slots=True)
+class Entered:
+    """A region that a thread is in, and the state that `leave` restores."""
 
-_ENABLED, _DTYPE_BEFORE, _CACHED, _MODE, _PUSHED, _KEY = range(1, 7)
-"""Positions in `Entered`."""
+    region: Region
+    computes_in: torch.dtype
+    enabled_before: bool
+    dtype_before: torch.dtype | None
+    """None if the region did not change the dtype."""
+    cache_before: bool
+    mode: AutocastMode | None
+    mode_pushed: bool
+    key_before: str
+    """Key that the mode had, if the region did not push it."""
+
+    def inherit_cache(self, outer: Entered) -> None:
+        """Restore torch's cache setting in place of an outer region that was left first."""
+        self.cache_before = outer.cache_before
+
+    def inherit_autocast(self, outer: Entered) -> None:
+        """Restore the state of the device in place of an outer region that was left first."""
+        self.enabled_before = outer.enabled_before
+        if outer.dtype_before is not None:
+            self.dtype_before = outer.dtype_before
+        if outer.mode is not None:
+            self.mode, self.mode_pushed = outer.mode, outer.mode_pushed
+            self.key_before = outer.key_before
 
 
 class _Stack(list[Entered]):
-    """The regions that a thread has entered, innermost last; a class to be weakly referenced."""
+    """The regions that a thread is in, innermost last; a class to be weakly referenced."""
 
 
 class _Thread(threading.local):
@@ -114,14 +133,8 @@ def enter(region: Region) -> Entered:
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
     mode = _push_mode(region) if region.key or function_mode_count() else _NO_MODE
-    entered = [
-        region,
-        torch.is_autocast_enabled(device),
-        changed,
-        cached,
-        *mode,
-        dtype or before,
-    ]
+    enabled = torch.is_autocast_enabled(device)
+    entered = Entered(region, dtype or before, enabled, changed, cached, *mode)
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
         torch.set_autocast_dtype(device, dtype)
@@ -144,41 +157,36 @@ def enter(region: Region) -> Entered:
 @skip_frame
 def leave(entered: Entered) -> None:
     """Restore the state before `enter`."""
-    region, enabled, changed, cached, mode, pushed, key, _ = entered
-    stack = _thread.stack
+    stack, dtype = _thread.stack, entered.dtype_before
     if _thread.exporting and _thread.outer_metadata:
         traceback.current_meta["custom"] = _thread.outer_metadata.pop() or {}
-    if torch.autocast_decrement_nesting() == 0 or changed is not None:
+    if torch.autocast_decrement_nesting() == 0 or dtype is not None:
         torch.clear_autocast_cache()
     if stack and stack[-1] is not entered:
         _hand_over(stack, entered)
         return
     if stack:
         stack.pop()
-    torch.set_autocast_enabled(region.device, enabled)
-    if changed is not None:
-        torch.set_autocast_dtype(region.device, changed)
-    torch.set_autocast_cache_enabled(cached)
-    if mode is not None:
-        _pop_mode(mode, key, pushed=pushed)
+    torch.set_autocast_enabled(entered.region.device, entered.enabled_before)
+    if dtype is not None:
+        torch.set_autocast_dtype(entered.region.device, dtype)
+    torch.set_autocast_cache_enabled(entered.cache_before)
+    if entered.mode is not None:
+        _pop_mode(entered.mode, entered.key_before, pushed=entered.mode_pushed)
 
 
-def _hand_over(stack: _Stack, entered: Entered) -> None:
+def _hand_over(stack: _Stack, left: Entered) -> None:
     """Leave a region that is not the innermost: the next one restores what it would have restored.
 
     This happens to a suspended generator, and if `enable_autocast` was called inside the region.
     """
-    index = next(index for index, one in enumerate(stack) if one is entered)
+    index = next(index for index, entered in enumerate(stack) if entered is left)
     del stack[index]
-    _, enabled, changed, cached, mode, pushed, key, _ = entered
-    stack[index][_CACHED] = cached
-    successor = next(
-        (inner for inner in stack[index:] if inner[0].device == entered[0].device), None
-    )
-    if successor is not None:
-        before = successor[_DTYPE_BEFORE] if changed is None else changed
-        modes = [mode, pushed, key] if mode is not None else successor[_MODE : _KEY + 1]
-        successor[_ENABLED:-1] = [enabled, before, successor[_CACHED], *modes]
+    stack[index].inherit_cache(left)
+    device = left.region.device
+    inner = next((entered for entered in stack[index:] if entered.region.device == device), None)
+    if inner is not None:
+        inner.inherit_autocast(left)
 
 
 _NO_MODE: tuple[None, bool, str] = (None, False, "")
@@ -252,7 +260,7 @@ def _another_dtype_elsewhere(dtype: torch.dtype) -> bool:
     """
     others = [stack for stack in _stacks.values() if stack is not _thread.stack]
     return any(
-        entered[0].enabled and entered[-1] is not dtype
+        entered.region.enabled and entered.computes_in is not dtype
         for stack in others
         for entered in list(stack)
     )
@@ -326,7 +334,7 @@ def current_regions() -> tuple[Region, ...]:
 
     The state may differ from the region's if a region of torch was entered inside.
     """
-    innermost = {entered[0].device: entered[0] for entered in _thread.stack}
+    innermost = {entered.region.device: entered.region for entered in _thread.stack}
     return tuple(
         Region(
             device,
@@ -345,9 +353,9 @@ def innermost_region(device: str | None = None) -> Region | None:
     """Return the region that this thread entered last, for one device type or any."""
     return next(
         (
-            entered[0]
+            entered.region
             for entered in reversed(_thread.stack)
-            if device is None or entered[0].device == device
+            if device is None or entered.region.device == device
         ),
         None,
     )
