@@ -202,7 +202,11 @@ NAMES = {
 FOREACH = {dotted for dotted in NAMES if dotted.startswith("torch._foreach_")}
 """Removed together: they share one look-up."""
 CHECK = "torch._amp_foreach_non_finite_check_and_unscale_"
-NEEDED = {CHECK, "torch._C.DisableTorchFunctionSubclass"}
+NEEDED = {
+    CHECK,
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch._C._are_functorch_transforms_active",
+}
 """Names that the step, or torch in it, cannot work without."""
 
 

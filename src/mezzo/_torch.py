@@ -77,6 +77,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "weight cache": {
         "is_functorch_tensor": "torch._C._functorch.is_functorch_wrapped_tensor",
     },
+    "layers that keep fewer tensors for backward": {
+        "transforms_are_active": "torch._C._are_functorch_transforms_active",
+    },
     "float32 fallback": {
         "DispatchKey": "torch._C.DispatchKey",
         "DispatchKeySet": "torch._C.DispatchKeySet",

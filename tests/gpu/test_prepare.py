@@ -198,10 +198,12 @@ def test_a_captured_step_with_patches_equals_the_eager_one():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("dropout", [0.1, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_feed_forward_block_equals_that_of_torch_to_the_bit(dtype):
+def test_a_feed_forward_block_equals_that_of_torch_to_the_bit(dtype, dropout, overflows):
     torch.manual_seed(0)
-    plain = nn.TransformerEncoderLayer(256, 4, 1024, 0.1, batch_first=True).cuda()
+    plain = nn.TransformerEncoderLayer(256, 4, 1024, dropout, batch_first=True).cuda()
     model = copy.deepcopy(plain)
     mezzo.decorate(model, torch.optim.SGD(model.parameters(), 0.1), "O2", dtype=dtype)
     assert "_ff_block" in vars(model)
@@ -212,12 +214,12 @@ def test_a_feed_forward_block_equals_that_of_torch_to_the_bit(dtype):
         inputs = x.clone().requires_grad_()
         torch.manual_seed(1)
         out = layer._ff_block(inputs)
-        # Some gradients overflow.
-        out.backward(torch.randn_like(out) * torch.finfo(dtype).max / 2)
+        out.backward(torch.randn_like(out) * (torch.finfo(dtype).max / 2 if overflows else 1))
         linears = (layer.linear1, layer.linear2)
         results.append([out, inputs.grad, *(one.weight.grad for one in linears)])
-    for ours, torchs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, torchs, rtol=0, atol=0, equal_nan=True)
+    assert inputs.grad.isfinite().all() != overflows
+    for expected, value in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("before", [torch.float16, torch.bfloat16])

@@ -252,12 +252,39 @@ def test_infinite_and_nan_gradients_and_values_pass_a_feed_forward_block():
         assert torch.equal(*results)
 
 
-def test_hooks_in_a_feed_forward_block_are_called():
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_hooks_in_a_feed_forward_block_are_called(register):
     layer = apply(encoder_layer())
     called = []
-    layer.dropout.register_forward_hook(lambda *_: called.append("dropout"))
-    layer(torch.randn(3, 5, WIDTH))
+    getattr(layer.dropout, register)(lambda *_: called.append("dropout"))
+    layer(torch.randn(3, 5, WIDTH)).sum().backward()
     assert called == ["dropout"]
+
+
+def test_a_replaced_forward_in_a_feed_forward_block_is_called():
+    layer = apply(encoder_layer())
+    layer.dropout.forward = torch.zeros_like
+    bias = layer.linear2.bias.expand(1, 2, WIDTH)
+    layer.dropout2.eval()
+    assert torch.equal(layer._ff_block(torch.randn(1, 2, WIDTH)), bias)
+
+
+def test_a_feed_forward_block_runs_in_a_transform_of_other_tensors():
+    plain = encoder_layer()
+    x, weights = torch.randn(3, 5, WIDTH), torch.ones(3, 5, WIDTH)
+    gradients = []
+    for layer in (plain, apply(plain)):
+        torch.manual_seed(0)
+        gradients.append(torch.func.grad(lambda y, ff=layer._ff_block: (ff(x) * y).sum())(weights))
+    assert torch.equal(*gradients)
 
 
 def test_a_feed_forward_block_is_differentiated_twice():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import functional as F
 
-from mezzo._torch import is_functorch_tensor
+from mezzo._torch import transforms_are_active
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Rule
 
@@ -147,7 +147,14 @@ def _patch_product(module: nn.Conv2d, input: Tensor) -> Tensor:  # noqa: A002 - 
 
 _TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _DROPPED = {"relu", "dropout"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_REPLACEMENTS = (
+    "forward",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Attributes of a module that make a call of it do more, or something else."""
 _DROPPED_REASON = "keeps one tensor of its ReLU and dropout for backward instead of three"
 
 
@@ -155,7 +162,8 @@ class _DroppedReLU(torch.autograd.Function):
     """ReLU, then dropout, with only their output kept for backward.
 
     Each of them keeps a tensor of 16 bits or a mask beside the output, which the next product keeps
-    anyway. The output is zero exactly where one of them made it zero.
+    anyway. The output is zero exactly where one of them made it zero. Results are those of torch to
+    the bit, but for one: an infinite gradient of a dropped value gives zero, and in torch NaN.
     """
 
     @staticmethod
@@ -181,9 +189,11 @@ def _feed_forward(layer: Any, x: Tensor) -> Tensor:
     replaced = (layer.dropout, layer.activation)
     if (
         is_compiling()
-        or is_functorch_tensor(x)
+        or transforms_are_active()
         or not (layer.dropout.training and _drops_relu(layer))
-        or any(getattr(part, hooks, None) for part in replaced for hooks in _HOOKS)
+        or any(
+            getattr(part, "__dict__", {}).get(name) for part in replaced for name in _REPLACEMENTS
+        )
     ):
         plain: Tensor = type(layer)._ff_block(layer, x)
         return plain
