@@ -82,6 +82,20 @@ def test_a_run_with_expensive_samples_takes_fewer_by_default(monkeypatch, every)
     assert run.numerics["activations"]
 
 
+@pytest.mark.parametrize(("every", "waits"), [(None, 2), (100, 0)])
+def test_steps_on_a_device_are_timed_when_it_has_done_them(monkeypatch, every, waits):
+    """The host only launches replays: a hundred of them may wait for the device."""
+    waited = []
+    monkeypatch.setattr("mezzo.observing.run.needs_sync", lambda _: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    monkeypatch.setattr(SampleInterval, "choose", lambda _: 100)
+    step = made_step()
+    with mezzo.observe(step, every=every):
+        for _ in range(102):
+            step(torch.ones(8, 4), torch.zeros(8, 2))
+    assert len(waited) == waits
+
+
 def test_several_processes_sample_the_same_steps(monkeypatch):
     monkeypatch.setattr("mezzo.observing.run.ranks", lambda: (0, 2))
     monkeypatch.setattr(NumericsCollector, "stop", slow(NumericsCollector.stop))

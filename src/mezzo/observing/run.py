@@ -16,7 +16,7 @@ from torch import nn
 
 from mezzo import _events
 from mezzo._errors import PolicyError
-from mezzo._launch import AsyncCopy, needs_sync
+from mezzo._launch import AsyncCopy, is_capturing, needs_sync
 from mezzo.observing.arguments import check_number, check_target, header, ranks
 from mezzo.observing.attachments import Attachment, LoopAttachment, StepAttachment
 from mezzo.observing.kept_steps import KEPT, KeptSteps
@@ -81,8 +81,9 @@ def observe(
             goes on. With several processes, each writes its own: `run.jsonl` becomes
             `run.rank1.jsonl`.
         every: Steps between samples. None is every 100 steps, and fewer samples where steps are so
-            short that these would take more than 1 % of the time of the run. With several processes
-            it is every 100 steps, which all sample alike.
+            short that these would take more than 1 % of the time of the run; for that each sample
+            waits for the device. With several processes it is every 100 steps, which all sample
+            alike.
         max_bytes: Size that the log is to keep: records become rarer as it grows. Skipped steps,
             gradients that overflowed and events are always written.
         numerics: Whether to sample tensors.
@@ -205,6 +206,7 @@ class Run:
         """Begin a step; return whether it is sampled. The observed step or loop calls this."""
         if number < self._next_sample or not self.collectors:
             return False
+        self._wait_for_steps_before()
         self._sample_interval.begin(number, time.perf_counter())
         # One collector a step, so that none sees the work of another.
         self._sampling, self._next_sample = self.collectors[self._place], number
@@ -231,6 +233,13 @@ class Run:
         """End a step that raised: it does not count."""
         if self._sampling is not None:
             self._stop_sampling(self._sampling)
+
+    def _wait_for_steps_before(self) -> None:
+        """Wait for the device if steps are timed: the host may be hundreds of replays ahead."""
+        device = None if self._attachment is None else self._attachment.device
+        is_timed = self._lags and self._sample_interval.is_timed
+        if device is not None and is_timed and not is_capturing(device):
+            torch.accelerator.synchronize(device)
 
     def _steps_to_next_take(self, number: int) -> int:
         """Return after how many steps to look at the history again: it lags anyway."""

@@ -34,6 +34,11 @@ class SampleInterval:
         self._spent = 0.0
         """Seconds that samples have taken since the last choice, besides those of their steps."""
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the interval depends on the time of steps, which must be complete at `begin`."""
+        return self._fixed is None
+
     def begin(self, step: int, now: float) -> None:
         """Begin a sampled step."""
         self._began = now
