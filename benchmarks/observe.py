@@ -101,6 +101,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=MODELS, default=MODELS)
     parser.add_argument("--rounds", type=int, default=41)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("This benchmark needs a CUDA device.")
+        return
     rows = [row for name in arguments.only for row in rows_of(name, arguments.rounds)]
     print(f"stored in {store('observe', rows, 'cuda')}")
 
