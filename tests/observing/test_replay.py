@@ -150,6 +150,13 @@ def test_results_that_a_model_keeps_in_lists_and_dictionaries_do_not_hinder():
     assert kept.requires_grad
 
 
+def test_a_model_that_keeps_results_beside_what_cannot_be_copied_is_traced():
+    model = model_with(KeepsResults())
+    model[1].lock = Lock()
+    model(batch()[0])
+    assert not mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16)
+
+
 def test_a_line_of_a_package_whose_name_begins_with_torch_is_named():
     file = Path(torch.__file__).parent.with_name("torchgraph") / "conv.py"
     names = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,7 +62,7 @@ def _uncopyable(model: nn.Module) -> dict[int, Any]:
 
 def _is_copyable(value: Any) -> bool:
     try:
-        deepcopy(value)
+        copy_with_results(value)
     except TypeError:
         # The dictionary of the modules inside is copied, without what they keep.
         return isinstance(value, dict) and any(isinstance(one, nn.Module) for one in value.values())
