@@ -208,6 +208,12 @@ def test_transformer_layers_are_left_alone_if_the_policy_has_a_rule_for_a_part(o
     assert found(encoder_layer(), mezzo.Policy(level="O2", full={op})) == []
 
 
+def test_a_transformer_layer_with_a_replaced_block_is_left_alone():
+    layer = encoder_layer()
+    layer._ff_block = lambda x: x
+    assert found(layer) == []
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("make", [encoder_layer, OwnMemory])
 def test_a_feed_forward_block_gives_the_outputs_and_gradients_of_the_plain_one(make, training):

@@ -58,7 +58,8 @@ def _find(models: Iterable[nn.Module], policy: Policy) -> Iterator[FasterLayer]:
     listed = frozenset[str]().union(*map(policy.ops_with_rule, Rule))
     for model in models:
         for name, module in model.named_modules():
-            form = None if "forward" in module.__dict__ else _form(module, listed)
+            is_replaced = not {"forward", "_ff_block"}.isdisjoint(module.__dict__)
+            form = None if is_replaced else _form(module, listed)
             if form is not None:
                 yield FasterLayer(name, module, *form)
 
