@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,15 +13,20 @@ import torch
 
 pytestmark = pytest.mark.slow
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = argparse.Namespace(tiny=True, rounds=1, seconds=0.0, float32=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _benchmarks_can_be_imported():
-    folder = str(Path(__file__).parents[1] / "benchmarks")
-    sys.path.append(folder)
+    sys.path.append(str(BENCHMARKS))
     yield
-    sys.path.remove(folder)
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+def test_a_benchmark_finds_what_it_imports(name):
+    importlib.import_module(name)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "muon"])
