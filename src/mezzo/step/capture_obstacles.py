@@ -12,7 +12,7 @@ from mezzo._errors import UnsupportedError
 from mezzo.optim.device_binding import device_binding
 from mezzo.policy.decide import user_stack_level
 from mezzo.prepare.sharding import is_sharded_model, sharding_obstacle
-from mezzo.scaling.capture import capture_refusal
+from mezzo.scaling.captured_scaler import capture_refusal
 from mezzo.step.components import StepComponents
 from mezzo.step.cuda_graph import keeps_autograd_graph
 from mezzo.step.executor import StepExecutor

@@ -11,7 +11,7 @@ import torch
 from mezzo import _events
 from mezzo._torch import dispatch_mode_count, reset_fsdp, shards
 from mezzo.parallel.process_groups import drop_before_shutdown
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.mesh import any_sharded
 from mezzo.scaling.step_result import first_nonfinite
 from mezzo.step.capture_obstacles import (
@@ -151,7 +151,7 @@ class CaptureRunner:
         if self._shared is not None and scaler is not None and phase.last:
             # Before the ranks agree: otherwise only some of them would find that the tables have
             # moved.
-            self._schedule_tables = capture.before_replay(scaler)
+            self._schedule_tables = captured_scaler.before_replay(scaler)
         addressed = shards(self._parameters) if self._is_sharded else self._parameters
         key = [
             list(map(torch.Tensor.data_ptr, addressed)),

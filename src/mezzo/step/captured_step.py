@@ -12,7 +12,7 @@ import torch
 from mezzo import _events
 from mezzo.autocasting.regions import clear_weight_cache, innermost_region
 from mezzo.optim.device_binding import DeviceBinding, ReplayPlan, device_binding
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
 from mezzo.step.executor import StepContext, StepExecutor
@@ -86,8 +86,8 @@ class StepGraphs:
         scaler = self._executor.components.scaler
         return [
             self._executor.metrics.revision,
-            None if scaler is None else capture.counts_revision(scaler),
-            None if scaler is None else capture.scale_rule(scaler),
+            None if scaler is None else captured_scaler.counts_revision(scaler),
+            None if scaler is None else captured_scaler.scale_rule(scaler),
             *[binding.recapture_key() for binding in self.bindings],
         ]
 
@@ -150,7 +150,7 @@ class StepGraphs:
         self, run: Callable[[Any], Any], values: Any, *, updates: bool, attempt: Attempt
     ) -> CapturedStep:
         scaler, gradients = self._executor.components.scaler, self._executor.gradients()
-        schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
+        schedule_tables = () if scaler is None else captured_scaler.schedule_tables(scaler)
         begin = time.perf_counter()
         for binding in self.bindings if updates else ():
             binding.before_capture()
@@ -183,7 +183,7 @@ class StepGraphs:
     def _discard(self, gradients: Gradients) -> None:
         """Return to the gradients before a failed capture, without the scaler's records of it."""
         if self._executor.components.scaler is not None:
-            capture.discard_records(self._executor.components.scaler)
+            captured_scaler.discard_records(self._executor.components.scaler)
         for optimizer in self._executor.components.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for parameter, gradient in gradients:
@@ -240,13 +240,13 @@ class StepGraphs:
         scaler = self._executor.components.scaler
         for binding, plan in update.bindings:
             binding.before_replay(plan)
-        if scaler is not None and capture.before_replay(scaler) != update.schedule_tables:
+        if scaler is not None and captured_scaler.before_replay(scaler) != update.schedule_tables:
             return None
         returned = captured.graph.replay(leaves)
         if self._executor.static_gradients.exist:
             self._executor.static_gradients.note_zeros()
         if scaler is not None:
-            capture.after_replay(scaler, self._executor.metrics.scale_and_skips, source)
+            captured_scaler.after_replay(scaler, self._executor.metrics.scale_and_skips, source)
         if innermost_region() is not None:
             # A region around the training loop holds cached casts of the old weights.
             clear_weight_cache()
@@ -278,7 +278,7 @@ class UpdateRunner:
         if (
             self._is_off
             or self._executor.finds_scale
-            or (scaler is not None and not capture.is_warmed_up(scaler))
+            or (scaler is not None and not captured_scaler.is_warmed_up(scaler))
         ):
             self._executor.update(context)
             return

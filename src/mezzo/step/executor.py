@@ -16,7 +16,7 @@ from mezzo.autocasting.regions import enter_regions
 from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.mixed_dtypes import explain_backward
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.gradients import parameters, refuse_unreached
 from mezzo.scaling.mesh import local_tensors
 from mezzo.scaling.optimizer_step import advance
@@ -128,7 +128,7 @@ class StepExecutor:
         Gradients of earlier calls of an accumulation stay.
         """
         if self.components.scaler is not None:
-            capture.discard_records(self.components.scaler)
+            captured_scaler.discard_records(self.components.scaler)
         if phase.first:
             self.clear_gradients()
 
@@ -328,7 +328,7 @@ class StepContext:
                 ):
                     return
                 if scaler is not None and gradient is None:
-                    gradient = capture.backward_seed(scaler, scaled)
+                    gradient = captured_scaler.backward_seed(scaler, scaled)
                 elif scaler is not None:
                     scaled = scaler.scale(scaled)
                 # Not `scaled.backward()`, which `ScaledBackward` would send here again.
@@ -349,7 +349,7 @@ class StepContext:
             return False
 
         def backward(repeats: bool) -> None:  # noqa: FBT001
-            seed = capture.backward_seed(scaler, loss)
+            seed = captured_scaler.backward_seed(scaler, loss)
             torch.autograd.backward(loss, seed, repeats or retain_graph, inputs=inputs)
 
         trained = [
@@ -357,7 +357,7 @@ class StepContext:
             for optimizer in self._components.optimizers
             for parameter in parameters(optimizer)
         ]
-        return capture.find_first_scale(scaler, loss, trained, backward)
+        return captured_scaler.find_first_scale(scaler, loss, trained, backward)
 
     def step_remaining(self) -> None:
         """Step the optimizers that have gradients and were not stepped; update the loss scale."""

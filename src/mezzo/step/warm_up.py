@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.step.executor import StepExecutor
 from mezzo.step.options import AccumulationPhase
 
@@ -57,7 +57,7 @@ class WarmUp:
         if (
             self._calls[self.modes.number, phase] < self._needed
             or not executor.buffers.knows(self.modes.modes)
-            or (scaler is not None and not capture.is_warmed_up(scaler))
+            or (scaler is not None and not captured_scaler.is_warmed_up(scaler))
         ):
             return False
         if executor.options.accumulate > 1 and not executor.static_gradients.exist:
