@@ -117,10 +117,21 @@ class StepExecutor:
         return context, returned
 
     def update(self, context: StepContext) -> None:
-        """Update from the gradients of the last calls, and write the metrics."""
-        found_nonfinite = self._update(context)
+        """Step the optimizers, update the loss scale, and write the metrics."""
+        if self.static_gradients.exist:
+            self.static_gradients.detach_unused()
+        elif self.static_gradients.are_recorded:
+            self.static_gradients.record(self.gradients())
+        with profiled(Range.UPDATE):
+            context.step_remaining()
+            self.results = context.results.values()
+            self.clear_gradients()
+            found_nonfinite = context.found_nonfinite()
+            self.buffers.restore(found_nonfinite)
         self.finds_scale = False
-        self._write_metrics(context, found_nonfinite)
+        self.metrics.write(
+            context.loss, found_nonfinite, rate=context.rate(), square_sum=context.square_sum()
+        )
 
     def discard(self, phase: AccumulationPhase) -> None:
         """Discard gradients and records of a call that raised: the next one starts anew.
@@ -171,36 +182,6 @@ class StepExecutor:
             context.backward(loss)
         return returned
 
-    def _update(self, context: StepContext) -> torch.Tensor | bool:
-        """Step the optimizers, update the scale; return whether a gradient was non-finite."""
-        if self.static_gradients.exist:
-            self.static_gradients.detach_unused()
-        elif self.static_gradients.are_recorded:
-            self.static_gradients.record(self.gradients())
-        with profiled(Range.UPDATE):
-            context.step_remaining()
-            self.results = context.results.values()
-            self.clear_gradients()
-            found_nonfinite = context.found_nonfinite()
-            self.buffers.restore(found_nonfinite)
-        return found_nonfinite
-
-    # The flag itself, on the host or on the device; None if nothing was updated.
-    def _write_metrics(
-        self,
-        context: StepContext,
-        found_nonfinite: torch.Tensor | bool | None,  # noqa: FBT001
-    ) -> None:
-        if found_nonfinite is None:
-            self.metrics.write(context.loss, None)
-        else:
-            self.metrics.write(
-                context.loss,
-                found_nonfinite,
-                rate=context.rate(),
-                square_sum=context.square_sum(),
-            )
-
     def clear_gradients(self) -> None:
         """Set gradients to None; static ones to zero."""
         for optimizer in self.components.optimizers:
@@ -222,8 +203,7 @@ class StepExecutor:
         if self.options.reduction is Reduction.MEAN:
             gradients = [gradient for _, gradient in self.gradients()]
             foreach_mul_(local_tensors(gradients), self.options.accumulate / calls)
-        context = StepContext(self.components, loss_factor=1.0, can_update=True)
-        self._write_metrics(context, self._update(context))
+        self.update(StepContext(self.components, loss_factor=1.0, can_update=True))
 
     def compute_gradients(self, call: Call) -> None:
         """Run forward and scaled backward only: gradients are added to the existing ones."""
