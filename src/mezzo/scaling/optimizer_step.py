@@ -17,7 +17,7 @@ from mezzo import _launch
 from mezzo._errors import ScalerError
 from mezzo.scaling.loss_scales import FusedStepProtocol, binding_of
 from mezzo.scaling.mesh import any_sharded
-from mezzo.scaling.schedule_lookahead import check, scheduled_keys
+from mezzo.scaling.schedule_lookahead import check_scheduler, scheduled_keys
 from mezzo.scaling.schedule_sync import catch_up, groups_of, is_synced_on_read, stop_sync
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Schedules:
     def accept(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         """Raise `UnsupportedError` if a scheduler cannot be stepped with an optimizer."""
         if scheduler not in self._accepted or scheduler.optimizer is not optimizer:
-            check(optimizer, scheduler)
+            check_scheduler(optimizer, scheduler)
             self._accepted.add(scheduler)
 
     @contextmanager

@@ -32,7 +32,7 @@ from mezzo.prepare.decoration import (
 from mezzo.prepare.keep_full import read_keep_full
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.scaler import DisabledGradScaler, GradScaler
-from mezzo.scaling.schedule_lookahead import check
+from mezzo.scaling.schedule_lookahead import check_scheduler
 
 Scaler = GradScaler | bool | None
 """A scaler, False for none, None for one if the dtype is float16."""
@@ -97,7 +97,7 @@ def prepare_components(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
         )
     # Checked before anything changes: an error must leave models and optimizers as they are.
-    _refuse_step_arguments(optimizers)
+    _refuse_closures(optimizers)
     schedulers = _check_schedulers(scheduler, optimizers)
     decoration = _decorate_or_check(models, optimizer, optimizers, precision)
     plan, device = decoration.plan, next(iter(models[0].parameters())).device
@@ -222,7 +222,7 @@ def _check_decoration(
         )
 
 
-def _refuse_step_arguments(optimizers: tuple[Optimizer, ...]) -> None:
+def _refuse_closures(optimizers: tuple[Optimizer, ...]) -> None:
     """Raise `UnsupportedError` for optimizers whose step needs a closure, as LBFGS does."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for optimizer in optimizers:
@@ -292,7 +292,7 @@ def _check_schedulers(
                 " it with the optimizer that is passed to the step."
             )
         # Also without a scaler, so that every dtype accepts the same schedulers.
-        check(optimizers[0] if owner is None else owner, scheduler)
+        check_scheduler(optimizers[0] if owner is None else owner, scheduler)
         if scheduler.optimizer in schedulers:
             other = schedulers[scheduler.optimizer]
             raise PolicyError(
