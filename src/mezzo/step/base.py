@@ -163,8 +163,8 @@ class Step:
         With DistributedDataParallel all ranks must call it, after the same number of calls; the
         gradients are averaged over the ranks first.
         """
-        if self._components.replicas:
-            self._components.replicas.check_positions(self._position)
+        if self._components.ddp:
+            self._components.ddp.check_positions(self._position)
         if self._position:
             self._refuse_averages("flush()")
             calls, self._position = self._position, 0

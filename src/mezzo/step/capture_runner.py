@@ -61,7 +61,7 @@ class CaptureRunner:
         self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
         """Agrees with the other ranks about each call; None if this process trains alone."""
         self._warm_up = WarmUp(executor)
-        self._has_reducers = not components.replicas
+        self._has_reducers = not components.ddp
         """Whether wrappers reduce gradients on the capture stream."""
         self._are_ready = False
         """Whether all ranks can capture the current call."""
@@ -365,8 +365,8 @@ class CaptureRunner:
 
     def _renew_reducers(self) -> None:
         """Let wrappers reduce gradients on the capture stream, once no graph uses their memory."""
-        replicas = self._executor.components.replicas
-        self._graphs.capturer.run_on_capture_stream(replicas.renew_reducers)
+        ddp = self._executor.components.ddp
+        self._graphs.capturer.run_on_capture_stream(ddp.renew_reducers)
         self._has_reducers = True
 
     def _run_kind_eagerly(
@@ -390,7 +390,7 @@ class CaptureRunner:
         self.drop_graphs()
         if self._shared is not None:
             # Calls run on the current stream from now on.
-            self._executor.components.replicas.renew_reducers()
+            self._executor.components.ddp.renew_reducers()
         try:
             warn_not_captured(reason, self._capture)
         except Exception as refused:

@@ -18,7 +18,7 @@ from mezzo.autocasting.regions import Region
 from mezzo.optim.bind_optimizer import bind_optimizer, has_device_step
 from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.parallel.ddp import Replicas, find_replicas, inner_models
+from mezzo.parallel.ddp import DDPWrappers, find_ddp_wrappers, inner_models
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, optimizers_of
@@ -57,8 +57,8 @@ class StepComponents:
     input_dtype: torch.dtype | None
     """Dtype that the models cast floating-point inputs to first; None if they do not."""
     decoration: Decoration
-    replicas: Replicas
-    """Wrappers of the models that average gradients over processes."""
+    ddp: DDPWrappers
+    """DistributedDataParallel wrappers of the models; false if there are none."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def prepare_components(
 
     Plain models and optimizers are decorated; decorated ones keep their policy.
     """
-    replicas = find_replicas(model, precision.reduce_dtype)
+    ddp = find_ddp_wrappers(model, precision.reduce_dtype)
     models, optimizers = inner_models(model), _inner_optimizers(optimizer)
     if not optimizers:
         raise PolicyError(
@@ -110,7 +110,7 @@ def prepare_components(
     if step_scaler is not None:
         for inner_model in models:
             step_scaler.register_parameter_names(inner_model)
-    replicas.check(models, optimizers, scales_loss=step_scaler is not None)
+    ddp.check(models, optimizers, scales_loss=step_scaler is not None)
     region = region_for(plan.policy, device.type)
     return StepComponents(
         models,
@@ -123,7 +123,7 @@ def prepare_components(
         device,
         plan.dtype if plan.converts and not plan.casts_only_parameters else None,
         decoration,
-        replicas,
+        ddp,
     )
 
 

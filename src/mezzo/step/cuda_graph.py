@@ -16,7 +16,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from mezzo._casting import map_tensors
 from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER
@@ -293,34 +292,6 @@ def release_frames(error: BaseException) -> None:
     while following is not None:
         traceback.clear_frames(following.__traceback__)
         following = following.__cause__ or following.__context__
-
-
-def keeps_autograd_graph(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether an autograd graph of these parameters is in memory, such as that of a loss.
-
-    It holds the nodes that accumulate gradients. They run on the stream on which they were created,
-    and a capture that uses them fails if that is another one.
-
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> loss = weight * 2
-    >>> keeps_autograd_graph([weight])
-    True
-    >>> del loss
-    >>> keeps_autograd_graph([weight])
-    False
-    """
-    return any(_is_node_kept(parameter) for parameter in parameters if parameter.requires_grad)
-
-
-def _is_node_kept(parameter: torch.Tensor) -> bool:
-    """Return whether the node of a parameter is the same if it is created twice."""
-    _metadata(parameter)["mezzo"] = True
-    return bool(_metadata(parameter).pop("mezzo", False))
-
-
-def _metadata(parameter: torch.Tensor) -> Any:
-    """Return the dictionary of the node that accumulates the gradients of a parameter."""
-    return get_gradient_edge(parameter).node.metadata
 
 
 @contextmanager

@@ -150,13 +150,13 @@ class StepExecutor:
 
     def _reducing(self, phase: AccumulationPhase) -> AbstractContextManager[None]:
         """Return a context in which gradients are averaged over processes in the last call only."""
-        replicas = self.components.replicas
-        if not replicas.wrappers:
+        ddp = self.components.ddp
+        if not ddp.wrappers:
             return nullcontext()
         if not phase.last:
-            return replicas.unreduced()
+            return ddp.unreduced()
         # A user's body may call the model without its wrapper.
-        return replicas.refusing_bypass() if self.options.custom_body else nullcontext()
+        return ddp.refusing_bypass() if self.options.custom_body else nullcontext()
 
     def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
         args = (context, *call.args) if self.options.takes_update else call.args
@@ -199,7 +199,7 @@ class StepExecutor:
 
     def flush(self, calls: int) -> None:
         """Update from the gradients of fewer calls than usual."""
-        self.components.replicas.reduce_gradients()
+        self.components.ddp.reduce_gradients()
         if self.options.reduction is Reduction.MEAN:
             gradients = [gradient for _, gradient in self.gradients()]
             foreach_mul_(local_tensors(gradients), self.options.accumulate / calls)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mezzo._errors import PolicyError
-from mezzo.parallel.ddp import find_replicas
+from mezzo.parallel.ddp import find_ddp_wrappers
 from mezzo.prepare.arguments import Models, Optimizers, inside_fabric
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step.base import Step
@@ -138,7 +138,7 @@ def train_step(
                 f"The function takes {_UPDATE!r}, which steps at once and cannot accumulate, got"
                 f" accumulate={accumulate}. Use accumulate=1, or return the loss instead."
             )
-        if takes_update and find_replicas(models):
+        if takes_update and find_ddp_wrappers(models):
             raise PolicyError(
                 f"The function takes {_UPDATE!r}, which computes the gradients of a part of the"
                 " parameters, and DistributedDataParallel waits for those of all. Return the loss,"

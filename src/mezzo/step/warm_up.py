@@ -32,7 +32,7 @@ class WarmUp:
         self.modes = NumberedModes(None, 0)
         """Modes of the current call."""
         self._numbers: dict[Hashable, int] = {}
-        self._needed = _WRAPPED_CALLS if executor.components.replicas else _CALLS
+        self._needed = _WRAPPED_CALLS if executor.components.ddp else _CALLS
         self._calls: Counter[tuple[int, AccumulationPhase]] = Counter()
 
     def select(self, modes: Hashable) -> bool:
