@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._dtypes import HALF_DTYPES
+from mezzo.autocasting.module_rules import RULED_FORWARD, WRAPPED_FORWARD
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.kept_results import copy_with_results
 
@@ -45,10 +46,9 @@ def _strip(module: nn.Module) -> None:
     """Remove the forwards that decoration and module rules have put before the module's own."""
     forward = module.__dict__.pop("forward")
     while True:
-        behind = getattr(forward, "mezzo_behind", getattr(forward, "mezzo_original", None))
-        if behind is None:
+        forward = getattr(forward, WRAPPED_FORWARD, getattr(forward, RULED_FORWARD, None))
+        if forward is None:
             return
-        forward = behind
         if not getattr(forward, "__module__", "").startswith("mezzo."):
             if forward is not type(module).forward:
                 module.__dict__["forward"] = forward

@@ -311,8 +311,8 @@ def _wrap_model(
         undo.callback(binding.apply_in_all_threads())
     wrapper = forward.ForwardWrapper(
         region,
-        inputs=plan.dtype if plan.converts and not plan.casts_only_parameters else None,
-        outputs=plan.output_dtype,
+        input_dtype=plan.dtype if plan.converts and not plan.casts_only_parameters else None,
+        output_dtype=plan.output_dtype,
         defer_to_autocast=plan.defer_to_autocast,
     )
     undo.callback(forward.wrap_forward(wrapper, model))
