@@ -105,8 +105,8 @@ def diff(
     if as_json:
         print_json(
             {
-                "fields": {name: [one, other] for name, one, other in found.fields},
-                "ops": {name: [one, other] for name, one, other in found.ops},
+                "fields": {name: [first, second] for name, first, second in found.fields},
+                "ops": {name: [first, second] for name, first, second in found.ops},
             }
         )
     else:

@@ -224,7 +224,7 @@ def module_rule(
                 if selector.matches(path, modules[path])
             ]
             if matching:
-                *_, selector, rule = max(matching, key=lambda one: one[:2])
+                *_, selector, rule = max(matching, key=lambda found: found[:2])
                 return rule, f"the policy's rule for the module {selector.text!r} is {rule.value}"
     return None
 

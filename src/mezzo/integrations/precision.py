@@ -295,7 +295,10 @@ _DECORATE_ONLY = (
 )
 """Arguments of `decorate` that are not fields of a policy alone."""
 
-_EXACT = (Master.AUTO, *(name for name, one in MASTER_FORMATS.items() if one.exact))
+_EXACT = (
+    Master.AUTO,
+    *(name for name, master_format in MASTER_FORMATS.items() if master_format.exact),
+)
 """Master formats with which the model has exact weights to save."""
 
 CASTS = (Level.O2, Level.O3)

@@ -66,7 +66,9 @@ def _is_copyable(value: Any) -> bool:
         deepcopy(value)
     except TypeError:
         # The dictionary of the modules inside is copied, without what they keep.
-        return isinstance(value, dict) and any(isinstance(one, nn.Module) for one in value.values())
+        return isinstance(value, dict) and any(
+            isinstance(item, nn.Module) for item in value.values()
+        )
     return True
 
 

@@ -127,7 +127,7 @@ def _totals(rows: Sequence[OpRow]) -> list[str]:
         total = sum(row.microseconds or 0.0 for row in times)
         in_half = sum(row.microseconds or 0.0 for row in computing if row.dtype in _HALF)
         in_casts = sum(row.microseconds or 0.0 for row in casts)
-        shares = [f"{100 * one / total if total else 0:.0f} %" for one in (in_half, in_casts)]
+        shares = [f"{100 * part / total if total else 0:.0f} %" for part in (in_half, in_casts)]
         lines.append(
             f"time: {_format_time(total)}, of it {shares[0]} in 16 bits, {shares[1]} in casts"
         )

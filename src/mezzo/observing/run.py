@@ -396,7 +396,7 @@ class Run:
         lines += [f"last skip: step {skip.step}, {skip.parameter}" for skip in [*steps.skips][-1:]]
         lines += _worst_gradients(self._gradients)
         if numerics := self.numerics:
-            sampled = ", ".join(f"{len(one)} {which}" for which, one in numerics.items())
+            sampled = ", ".join(f"{len(tensors)} {which}" for which, tensors in numerics.items())
             lines.append(f"sampled: {sampled} (print run.numerics)")
         if self.log is not None:
             lines.append(f"log: {self.log}")

@@ -180,7 +180,7 @@ class FusedBinding(DeviceBinding):
     def _tensor_addresses(self, group: dict[str, Any]) -> tuple[int, ...]:
         """Return the addresses of hyper-parameters that are tensors: captured copies read them."""
         numbers = self._algorithm.numbers(group)
-        return tuple(one.data_ptr() for one in numbers if isinstance(one, torch.Tensor))
+        return tuple(number.data_ptr() for number in numbers if isinstance(number, torch.Tensor))
 
     def before_capture(self) -> None:
         """Resync masters; allocate the tables that must not be in the graph's memory pool."""

@@ -81,7 +81,7 @@ def read_targets(models: Any, optimizers: Any) -> Targets:
 
 def models_of(argument: Any) -> tuple[nn.Module, ...]:
     """Return the models in an argument, each once; of a compiled model the original."""
-    models = tuple(dict.fromkeys(uncompiled(one) for one in flat(argument)))
+    models = tuple(dict.fromkeys(uncompiled(model) for model in flat(argument)))
     for model in models:
         if not isinstance(model, nn.Module):
             raise PolicyError(

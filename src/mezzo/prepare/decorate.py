@@ -363,7 +363,7 @@ def refuse_moves(model: nn.Module, *, converted: bool) -> Callable[[], None]:
     if converted:
         # A class that defines its pickles would pickle the guard, which refers to the module again.
         modules = model.named_modules()
-        guarded |= {name: one for name, one in modules if not forward.pickles_itself(one)}
+        guarded |= {name: module for name, module in modules if not forward.pickles_itself(module)}
     for name, module in guarded.items():
         module.__dict__["_apply"] = _MoveGuard(module, name, converted=converted)
     return partial(_allow_moves, list(guarded.values()))

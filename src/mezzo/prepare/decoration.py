@@ -108,7 +108,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     Any other optimizer is returned as it is.
     """
     inner: Any = getattr(optimizer, "optimizer", None)
-    is_wrapper = any(one.__name__ in _OPTIMIZER_WRAPPERS for one in type(optimizer).__mro__)
+    is_wrapper = any(base.__name__ in _OPTIMIZER_WRAPPERS for base in type(optimizer).__mro__)
     return inner if is_wrapper and decoration_of(inner) is not None else optimizer
 
 

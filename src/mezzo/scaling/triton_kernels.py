@@ -162,9 +162,9 @@ def advance_kernel(
 ):
     """Do what `next_state` does, in float64 and rounded once."""
     skipped = tl.load(found_inf) != 0.0
-    one = skipped.to(tl.float32)
-    tl.store(counters + 1, tl.load(counters + 1) + one)
-    tl.store(counters + 2, (tl.load(counters + 2) + 1.0) * one)
+    increment = skipped.to(tl.float32)
+    tl.store(counters + 1, tl.load(counters + 1) + increment)
+    tl.store(counters + 2, (tl.load(counters + 2) + 1.0) * increment)
     if changes:
         growth_interval, backoff_interval = tl.load(rule + 4), tl.load(rule + 5)
         consecutive = tl.load(rule + 6) != 0.0

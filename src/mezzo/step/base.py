@@ -203,8 +203,12 @@ class Step:
     def _cast_by_model(self) -> str:
         """Return what to do if the model has cast a trained parameter to 16 bits; empty if not."""
         plan = self._components.decoration.plan
-        parameters = (one for model in self.models for one in model.named_parameters())
-        cast = [name for name, one in parameters if one.requires_grad and one.dtype in HALF_DTYPES]
+        parameters = (named for model in self.models for named in model.named_parameters())
+        cast = [
+            name
+            for name, parameter in parameters
+            if parameter.requires_grad and parameter.dtype in HALF_DTYPES
+        ]
         if plan.converts or not cast:
             return ""
         return (

@@ -286,7 +286,9 @@ class UpdateRunner:
         if any(gradient.is_sparse for _, gradient in gradients):
             self._executor.update(context)
             return
-        key: list[Any] = [(parameter.data_ptr(), one.dtype) for parameter, one in gradients]
+        key: list[Any] = [
+            (parameter.data_ptr(), gradient.dtype) for parameter, gradient in gradients
+        ]
         key += [*self._executor.buffers.current, *self._graphs.recapture_key()]
         if key != self._key:
             self.drop()

@@ -117,7 +117,7 @@ def _group_settings(index: int, optimizer: Optimizer) -> Iterator[tuple[str, Any
     for number, group in enumerate(groups_of(optimizer)):
         for name, value in group.items():
             is_plain = isinstance(value, _PLAIN) or (
-                isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)
+                isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
             )
             if is_plain:
                 yield f"{name} of group {number} of optimizer {index}", value
@@ -233,7 +233,9 @@ class SharedCalls:
             return failure
         if worst == _DRAWS:
             return HostDrawsFound()
-        return CaptureFailed(on_other_ranks([i for i, one in enumerate(outcomes) if one == worst]))
+        return CaptureFailed(
+            on_other_ranks([i for i, outcome in enumerate(outcomes) if outcome == worst])
+        )
 
     def agree_on_slower(self, *, slower: bool) -> bool:
         """Return whether replays take longer than eager calls on all ranks."""

@@ -357,7 +357,7 @@ def _trained_models(
     """Return the model, with the loss function if that is a module whose parameters are trained."""
     if not isinstance(loss_fn, nn.Module):
         return model
-    trained = {id(one) for each in optimizers_of(optimizer) for one in parameters(each)}
+    trained = {id(parameter) for each in optimizers_of(optimizer) for parameter in parameters(each)}
     trained -= set(map(id, model.parameters()))
     return [model, loss_fn] if trained & set(map(id, loss_fn.parameters())) else model
 
