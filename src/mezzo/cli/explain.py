@@ -109,13 +109,16 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     }
 
 
-def device_note(device: str | None) -> str:
-    """Return the device that an op was explained for, as a sentence."""
+def conditions_note(device: str | None, inputs: Sequence[str]) -> str:
+    """Return the inputs and the device that an op was explained for, and how to pass others."""
     facts = hardware(device)
+    what = "on" if inputs else "for float32 inputs on"
     if facts.absent is not None:
-        return f"That is on {facts.device}, which this machine does not have: {facts.absent}."
-    hint = " Pass --device cuda for a GPU." if device is None and facts.device == "cpu" else ""
-    return f"That is on {facts.device}, {facts.name}.{hint}"
+        return f"That is {what} {facts.device}, which this machine does not have: {facts.absent}."
+    hint = "" if inputs else " Pass --input bfloat16 for 16-bit ones."
+    if device is None and facts.device == "cpu":
+        hint += " Pass --device cuda for a GPU."
+    return f"That is {what} {facts.device}, {facts.name}.{hint}"
 
 
 def _name(dtype: torch.dtype | None) -> str:
