@@ -23,7 +23,7 @@ from mezzo._torch import (
     sequence_number,
 )
 from mezzo.observing.op_places import Observation, PlaceTracker, leaves_of
-from mezzo.observing.op_stats_table import OpRow, format_table
+from mezzo.observing.op_stats_table import COUNTS, OpRow, format_table
 
 _CAST_FUNCTIONS = frozenset(
     "to float half bfloat16 double type type_as cpu cuda copy_ _to_copy".split()
@@ -112,13 +112,8 @@ class OpStats:
         return tuple(
             OpRow(
                 *key,
-                counts.calls,
-                counts.casts_in,
-                counts.casts_out,
-                counts.cast_bytes,
-                counts.casts,
-                counts.inserted,
-                counts.microseconds() if self._times else None,
+                **{name: getattr(counts, name) for name in COUNTS},
+                microseconds=counts.microseconds() if self._times else None,
             )
             for key, counts in list(self._counts.items())
         )
@@ -155,7 +150,7 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Counts:
-    """Counts of one op with one dtype in one module; see `OpRow`."""
+    """Counts of one op with one dtype in one module: the fields `COUNTS` of its `OpRow`."""
 
     calls: int = 0
     casts_in: int = 0
