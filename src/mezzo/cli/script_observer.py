@@ -309,7 +309,7 @@ def _count_ops(run: Run, module: nn.Module) -> None:
         handles.close()
         stats.stop()
         rows = tuple(asdict(row) for row in stats.rows)
-        run._write([OpsRecord(step=run._number, time=run._time(), rows=rows)])
+        run._write([OpsRecord(step=run._step_number, time=run._time(), rows=rows)])
 
     handles.callback(module.register_forward_pre_hook(ModuleHook(start)).remove)
 
