@@ -187,7 +187,7 @@ def _table(
 
 def policy_of(region: Region) -> Policy | None:
     """Return the policy of a region with a table; None if torch's own lists are its policy."""
-    return region.owner.policy if isinstance(region.owner, PolicyTable) else None
+    return None if region.table is None else region.table.policy
 
 
 def without_torch_autocast(region: Region) -> Region:

@@ -56,7 +56,7 @@ class ForwardWrapper:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle with the policy of the region, whose op table exists in one process."""
         return _made_again, (
-            replace(self.region, owner=None),
+            replace(self.region, table=None),
             policy_of(self.region),
             self.input_dtype,
             self.output_dtype,
