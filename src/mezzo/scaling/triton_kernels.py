@@ -80,7 +80,7 @@ def _count(counts, slot, nonfinite, small, size, is_first):
         "sizes",
         "chunks",
         "factor",
-        "found",
+        "found_inf",
         "flags",
         "squares",
         "counts",
@@ -92,7 +92,7 @@ def check_kernel(
     sizes,
     chunks,
     factor,
-    found,
+    found_inf,
     flags,
     squares,
     counts,  # int64 [slots, 4]: see `GradientCounts`
@@ -144,7 +144,7 @@ def check_kernel(
         tl.store(squares + program, total)
     if nonfinite != 0:
         # All programs write the same value: no atomics needed.
-        tl.store(found, 1.0)
+        tl.store(found_inf, 1.0)
         if flagged:
             tl.store(flags + tensor, 1)
 
