@@ -22,6 +22,7 @@ from mezzo.scaling.loss_scales import (
 from mezzo.scaling.mesh import ProcessMesh, mesh_of
 from mezzo.scaling.scale_state import OptimizerStage
 from mezzo.scaling.scale_tensors import HostLossScale
+from mezzo.scaling.scaler_schedules import Schedules, advance_scheduler
 from mezzo.scaling.step_result import (
     NO_SOURCE,
     FlaggedSource,
@@ -40,7 +41,7 @@ class OptimizerRecords:
     def __init__(
         self,
         scales: LossScales,
-        schedules: optimizer_step.Schedules,
+        schedules: Schedules,
         reduce_found_inf: Callable[[torch.Tensor], object] | None,
     ) -> None:
         self._scales, self._schedules = scales, schedules
@@ -209,7 +210,7 @@ class OptimizerRecords:
             return StepResult.known(None, skipped=True, source=source)
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
-            optimizer_step.advance(optimizer, scheduler)
+            advance_scheduler(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
     def step_fused(
@@ -247,7 +248,7 @@ class OptimizerRecords:
         flags = record.all_flags()
         found_inf = combine(flags, common_device(flags)) if flags else None
         if scheduler is not None and (found_inf is None or not bool(found_inf)):
-            optimizer_step.advance(optimizer, scheduler)
+            advance_scheduler(optimizer, scheduler)
         return StepResult(value, found_inf, record.source)
 
     def _require_flags(self, record: OptimizerRecord) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from mezzo.scaling.gradients import backward_isolated
 from mezzo.scaling.loss_scales import LossScales, first_states
 from mezzo.scaling.optimizer_records import OptimizerRecords
 from mezzo.scaling.scale_state import LARGEST, OnCollapse, OptimizerStage, ScaleRule, ScaleState
+from mezzo.scaling.scaler_schedules import Schedules, advance_scheduler
 from mezzo.scaling.step_result import StepResult
 from mezzo.scaling.torch_scaler_api import TorchScalerApi
 
@@ -151,7 +152,7 @@ class GradScaler(TorchScalerApi):
             states,
             [CollapseMonitor(settings.collapse_patience, settings.on_collapse) for _ in states],
         )
-        self._schedules = optimizer_step.Schedules()
+        self._schedules = Schedules()
         self._records = OptimizerRecords(self._scales, self._schedules, settings.reduce_found_inf)
 
     # -- scaling -----------------------------------------------------------------------------------
@@ -431,7 +432,7 @@ class DisabledGradScaler(GradScaler):
             self._schedules.accept(optimizer, scheduler)
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
-            optimizer_step.advance(optimizer, scheduler)
+            advance_scheduler(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

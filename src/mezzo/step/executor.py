@@ -19,7 +19,7 @@ from mezzo.prepare.mixed_dtypes import explain_backward
 from mezzo.scaling import captured_scaler
 from mezzo.scaling.gradients import parameters, refuse_unreached
 from mezzo.scaling.mesh import local_tensors
-from mezzo.scaling.optimizer_step import advance
+from mezzo.scaling.scaler_schedules import advance_scheduler
 from mezzo.scaling.step_result import StepResult
 from mezzo.step.components import StepComponents
 from mezzo.step.inputs import Call, move_inputs
@@ -193,7 +193,7 @@ class StepExecutor:
         """Advance the schedulers after an update; with a scaler, its step has advanced them."""
         if self.components.scaler is None:
             for optimizer, scheduler in self.components.schedulers.items():
-                advance(optimizer, scheduler)
+                advance_scheduler(optimizer, scheduler)
 
     # -- parts of a call ---------------------------------------------------------------------------
 
