@@ -5,7 +5,6 @@ Also resolves `dtype="auto"`, and compares two policies.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ import torch
 
 from mezzo import _events
 from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
-from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._errors import PolicyError, UnsupportedError, user_stack_level
 from mezzo._hardware import Hardware
 from mezzo.policy.missing_kernels import lacks_kernel
 from mezzo.policy.parse import check_argument
@@ -293,15 +292,6 @@ def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
     if policy.on_unsupported is OnUnsupported.WARN and message not in _warned:
         _warned.add(message)
         warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=user_stack_level())
-
-
-def user_stack_level() -> int:
-    """Return the `stacklevel` of the first caller outside mezzo."""
-    package = __name__.partition(".")[0]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 @dataclass(frozen=True)

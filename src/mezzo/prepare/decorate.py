@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
-from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._errors import PolicyError, UnsupportedError, user_stack_level
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.autocast import bind_module_rules
 from mezzo.optim import state_dict
 from mezzo.optim.bind_optimizer import bind_optimizer, cast_state
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.policy.decide import user_stack_level
 from mezzo.policy.types import Level, Master
 from mezzo.prepare import forward, half_weights, model_state_dict
 from mezzo.prepare.arguments import (

@@ -79,7 +79,7 @@ class GradScaler(TorchScalerApi):
       sum, so that all processes skip a step together. It is called once per check.
     """
 
-    _advises = True
+    _warns_if_not_needed = True
     """Whether to warn that a bfloat16 loss needs no loss scaling."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -139,13 +139,13 @@ class GradScaler(TorchScalerApi):
             dynamic,
             warmup_steps,
         )
-        self._start(
+        self._initialize(
             rule,
             first_states(rule, init_scale, num_losses),
             _Settings(collapse_patience, OnCollapse.parse(on_collapse), reduce_found_inf),
         )
 
-    def _start(self, rule: ScaleRule, states: list[ScaleState], settings: _Settings) -> None:
+    def _initialize(self, rule: ScaleRule, states: list[ScaleState], settings: _Settings) -> None:
         self._settings = settings
         self._scales = LossScales(
             rule,
@@ -367,7 +367,7 @@ class GradScaler(TorchScalerApi):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(**state)
+        self._initialize(**state)
 
     # -- private -----------------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class GradScaler(TorchScalerApi):
         scale = scales[loss_id] if 0 <= loss_id < len(scales) else None
         if scale is None:
             scale = self._scales.make(output.device, loss_id)
-            if self._advises:
+            if self._warns_if_not_needed:
                 warn_if_not_needed(output)
         return (
             scale.scale

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 import torch
 
 from mezzo import _events, _launch
-from mezzo._errors import UnsupportedError
+from mezzo._errors import UnsupportedError, user_stack_level
 from mezzo.optim.device_binding import device_binding
-from mezzo.policy.decide import user_stack_level
 from mezzo.prepare.arguments import keeps_autograd_graph
 from mezzo.prepare.sharding import is_sharded_model, sharding_obstacle
 from mezzo.scaling.captured_scaler import capture_refusal

@@ -20,7 +20,7 @@ from mezzo.step.capture_obstacles import (
     warn_not_captured,
     warn_replay_disagreed,
 )
-from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
+from mezzo.step.captured_step import CaptureAttempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.cuda_graph import CaptureFailed, release_frames
 from mezzo.step.executor import StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
@@ -69,7 +69,7 @@ class CaptureRunner:
         """Whether graphs were dropped since the last agreement."""
         self._schedule_tables: tuple[int, ...] = ()
         self._inputs: InputKinds[CapturedStep] = InputKinds(executor.options.max_graphs)
-        self._attempt = Attempt()
+        self._attempt = CaptureAttempt()
         """How calls are captured: the last attempt that did not fail, or the next one to try."""
         self._stall_check = StallCheck(executor)
         self._update: UpdateRunner | None = None
@@ -330,7 +330,7 @@ class CaptureRunner:
             if self._shared is not None:
                 # The models are warmed up again before the next attempt.
                 self._recover()
-                self._attempt = following or Attempt()
+                self._attempt = following or CaptureAttempt()
             if following is None:
                 self._run_kind_eagerly(kind, leaves, failure, hint)
             if following is None or self._shared is not None:
@@ -338,7 +338,7 @@ class CaptureRunner:
             attempt = following
 
     def _capture_once(
-        self, inputs: _CallInputs, attempt: Attempt
+        self, inputs: _CallInputs, attempt: CaptureAttempt
     ) -> tuple[CapturedStep | None, CaptureFailed | None]:
         """Capture a call, on all ranks or on none; return the graph or why it failed."""
         call = self._executor.static_inputs(inputs.call, inputs.leaves)

@@ -52,21 +52,21 @@ class CapturedStep:
     """Gradients in the graph's memory, from which an eager update steps."""
 
 
-class Attempt(NamedTuple):
+class CaptureAttempt(NamedTuple):
     """How a call is captured; see `GraphCapturer.capture`."""
 
-    reports_eager: bool = True
+    hides_capture: bool = True
     records_draws: bool = False
 
-    def after(self, failure: CaptureFailed) -> Attempt | None:
+    def after(self, failure: CaptureFailed) -> CaptureAttempt | None:
         """Return what to try after a failure, None if there is nothing left.
 
         Some models read from the device unless they see that they are captured: these need
-        `reports_eager=False`.
+        `hides_capture=False`.
         """
         if isinstance(failure, HostDrawsFound) and not self.records_draws:
             return self._replace(records_draws=True)
-        return self._replace(reports_eager=False) if self.reports_eager else None
+        return self._replace(hides_capture=False) if self.hides_capture else None
 
 
 class StepGraphs:
@@ -94,7 +94,7 @@ class StepGraphs:
     # -- capture -----------------------------------------------------------------------------------
 
     def capture_call(
-        self, call: Call, phase: AccumulationPhase, modes: Hashable, attempt: Attempt
+        self, call: Call, phase: AccumulationPhase, modes: Hashable, attempt: CaptureAttempt
     ) -> CapturedStep:
         """Capture a call, with its update if possible; raise `CaptureFailed` if it cannot be.
 
@@ -144,10 +144,10 @@ class StepGraphs:
             executor.update(context)
 
         values = (loss, [gradient for _, gradient in gradients])
-        return self._capture(run, values, updates=True, attempt=Attempt())
+        return self._capture(run, values, updates=True, attempt=CaptureAttempt())
 
     def _capture(
-        self, run: Callable[[Any], Any], values: Any, *, updates: bool, attempt: Attempt
+        self, run: Callable[[Any], Any], values: Any, *, updates: bool, attempt: CaptureAttempt
     ) -> CapturedStep:
         scaler, gradients = self._executor.components.scaler, self._executor.gradients()
         schedule_tables = () if scaler is None else captured_scaler.schedule_tables(scaler)

@@ -161,14 +161,14 @@ class GraphCapturer:
         kept_alive: object = None,
         *,
         models: Iterable[nn.Module] = (),
-        reports_eager: bool = True,
+        hides_capture: bool = True,
         records_draws: bool = False,
     ) -> CapturedGraph:
         """Capture a function of nested inputs, or raise `CaptureFailed` with all generators reset.
 
         `kept_alive` is what the graph reads and writes that may else be freed. `models` are those
-        that the function runs: their buffers and attributes are kept alive too. `reports_eager` is
-        for models that ask whether they are captured, see `report_eager`, `records_draws` for those
+        that the function runs: their buffers and attributes are kept alive too. `hides_capture` is
+        for models that ask whether they are captured, see `hide_capture`, `records_draws` for those
         that draw random numbers on the host, see `HostDraws`.
         """
         graph, pool, draws = torch.cuda.CUDAGraph(), self.pool.handle(), HostDraws()
@@ -183,7 +183,7 @@ class GraphCapturer:
                 # memory meanwhile. Synchronizing with the stream fails in every mode.
                 with (
                     _private_workspaces(),
-                    report_eager() if reports_eager else nullcontext(),
+                    hide_capture() if hides_capture else nullcontext(),
                     _no_recompilation(),
                     draws if records_draws else nullcontext(),
                     captured_tables() as tables,
@@ -324,7 +324,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def report_eager() -> Iterator[None]:
+def hide_capture() -> Iterator[None]:
     """Make `torch.cuda.is_current_stream_capturing` return False to model code of this thread.
 
     transformers builds masks in a capture that it omits in eager mode, and attention then runs

@@ -10,8 +10,8 @@ import torch
 
 from mezzo import Hardware, hardware
 from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo._errors import user_stack_level
 from mezzo.compat.paddle._places import device_count, device_of, parse_place
-from mezzo.policy.decide import user_stack_level
 
 _CAPABILITIES = {"float16": "7.0", "bfloat16": "8.0"}
 """The first compute capability of NVIDIA GPUs with tensor cores for a dtype."""
