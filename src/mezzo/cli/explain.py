@@ -14,7 +14,7 @@ import mezzo
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._hardware import hardware
 from mezzo.cli.factory import load_setup, sample_arguments, user_code
-from mezzo.policy.decide import Decision, Resolved, resolve_quietly
+from mezzo.policy.decide import Decision, ResolvedDtype, resolve_dtype_quietly
 from mezzo.policy.policy import Policy
 from mezzo.prepare.kept_results import copy_with_results
 
@@ -58,7 +58,7 @@ class PolicySummary:
 
     policy: Policy
     device: str
-    resolved: Resolved
+    resolved: ResolvedDtype
     ops: Mapping[str, Sequence[str]]
     """Names of the ops by rule."""
 
@@ -96,7 +96,7 @@ def explain_policy(policy: Policy, device: str | None) -> PolicySummary:
     for op in mezzo.ops(policy, device=device):
         ops.setdefault(op.rule, []).append(op.name)
     by_number = dict(sorted(ops.items(), key=lambda item: len(item[1])))
-    return PolicySummary(policy, facts.device, resolve_quietly(policy, facts), by_number)
+    return PolicySummary(policy, facts.device, resolve_dtype_quietly(policy, facts), by_number)
 
 
 def decision_data(decision: Decision) -> dict[str, Any]:

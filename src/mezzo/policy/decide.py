@@ -240,7 +240,7 @@ _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedDtype:
     """The dtype of a policy on a device, with the reason."""
 
     dtype: torch.dtype | None
@@ -248,16 +248,16 @@ class Resolved:
     reason: str
 
 
-def resolve(policy: Policy, hardware: Hardware) -> Resolved:
+def resolve_dtype(policy: Policy, hardware: Hardware) -> ResolvedDtype:
     """Choose the 16-bit dtype for a device.
 
     On a device without it, raises, warns or returns None, by the policy's `on_unsupported`.
 
     >>> from mezzo import Policy, hardware
-    >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
+    >>> resolve_dtype(Policy("O1", "bfloat16"), hardware("cpu")).dtype
     torch.bfloat16
     """
-    resolved = resolve_quietly(policy, hardware)
+    resolved = resolve_dtype_quietly(policy, hardware)
     if resolved.dtype is None and policy.level is not Level.O0:
         _downgrade(policy, hardware, resolved.reason)
     if _events.listening():
@@ -266,17 +266,17 @@ def resolve(policy: Policy, hardware: Hardware) -> Resolved:
     return resolved
 
 
-def resolve_quietly(policy: Policy, hardware: Hardware) -> Resolved:
-    """Return what `resolve` returns, but never raise, warn or emit an event."""
+def resolve_dtype_quietly(policy: Policy, hardware: Hardware) -> ResolvedDtype:
+    """Return what `resolve_dtype` returns, but never raise, warn or emit an event."""
     if policy.level is Level.O0:
-        return Resolved(None, "level O0 runs everything in float32")
+        return ResolvedDtype(None, "level O0 runs everything in float32")
     if policy.dtype is None:
         preferred = hardware.preferred
         if preferred is None:
-            return Resolved(None, hardware.float16.reason)
-        return Resolved(preferred.dtype, preferred.reason)
+            return ResolvedDtype(None, hardware.float16.reason)
+        return ResolvedDtype(preferred.dtype, preferred.reason)
     support = hardware.support(policy.dtype)
-    return Resolved(policy.dtype if support.supported else None, support.reason)
+    return ResolvedDtype(policy.dtype if support.supported else None, support.reason)
 
 
 def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
@@ -329,6 +329,6 @@ def diff(first: Policy, second: Policy, hardware: Hardware) -> PolicyDiff:
 
 
 def _rules(policy: Policy, hardware: Hardware) -> dict[str, str]:
-    dtype = resolve_quietly(policy, hardware).dtype or policy.dtype or torch.float16
+    dtype = resolve_dtype_quietly(policy, hardware).dtype or policy.dtype or torch.float16
     entries = all_entries(policy, dtype, hardware.device)
     return {name: entry.rule.value for name, entry in entries.items()}

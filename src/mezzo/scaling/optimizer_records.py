@@ -228,7 +228,7 @@ class OptimizerRecords:
             self.check(optimizer, record, 0, None)
         scale = next(scale for scale in self._scales.scales if scale is not None).scale
         found_inf = combine(self._require_flags(record), scale.device)
-        with optimizer_step.scaling_info(optimizer, scale, found_inf, unscaled=unscaled):
+        with optimizer_step.amp_attributes(optimizer, scale, found_inf, unscaled=unscaled):
             if scheduler is None:
                 return StepResult(optimizer.step(*args, **kwargs), found_inf, record.source)
             with self._schedules.values_applied(optimizer, scheduler, found_inf):

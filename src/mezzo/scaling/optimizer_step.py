@@ -144,7 +144,7 @@ decorated optimizer holds its model and masters."""
 
 
 @contextmanager
-def scaling_info(
+def amp_attributes(
     optimizer: Any, scale: torch.Tensor, found_inf: torch.Tensor, *, unscaled: bool
 ) -> Iterator[None]:
     """Set `grad_scale` and `found_inf` on an optimizer inside the block, as torch's scaler does."""
