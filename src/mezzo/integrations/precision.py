@@ -26,7 +26,7 @@ from mezzo.prepare.decoration import Accumulating, all_decorated, decoration_of
 from mezzo.prepare.plan import Plan, PolicyArg
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.base import Step
-from mezzo.step.components import Scaler, choose_scaler
+from mezzo.step.components import ScalerArg, choose_scaler
 
 Optimizer = torch.optim.Optimizer
 
@@ -64,7 +64,7 @@ class Precision:
     False
     """
 
-    def __init__(self, policy: PolicyArg, scaler: Scaler, options: dict[str, Any]) -> None:
+    def __init__(self, policy: PolicyArg, scaler: ScalerArg, options: dict[str, Any]) -> None:
         self.policy = policy
         fields = {name: options[name] for name in options if name not in _DECORATE_ONLY}
         self._parsed = Policy.parse(policy, **fields)
@@ -308,7 +308,9 @@ CASTS = (Level.O2, Level.O3)
 class PrecisionPlugin:
     """What the plugins of Lightning and Fabric share; the first base of both."""
 
-    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
+    def __init__(
+        self, policy: PolicyArg = "O2", *, scaler: ScalerArg = None, **options: Any
+    ) -> None:
         super().__init__()
         self._shared = Precision(policy, scaler, options)
         self.precision = f"mezzo-{self._shared.level.value}"

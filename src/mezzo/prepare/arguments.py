@@ -110,13 +110,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def inside_fabric(models: Any) -> Any:
+def without_fabric(models: Any) -> Any:
     """Return models without Fabric's wrappers: as they were, or in DistributedDataParallel.
 
     The outputs of a wrapper refuse every backward pass but that of `fabric.backward`.
     """
     if isinstance(models, list | tuple):
-        return [inside_fabric(model) for model in models]
+        return [without_fabric(model) for model in models]
     return models._forward_module if _is_wrapper(type(models), "_FabricModule") else models
 
 

@@ -34,9 +34,9 @@ from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.scaler import DisabledGradScaler, GradScaler
 from mezzo.scaling.schedule_lookahead import check_scheduler
 
-Scaler = GradScaler | bool | None
+ScalerArg = GradScaler | bool | None
 """A scaler, False for none, None for one if the dtype is float16."""
-Schedulers = LRScheduler | list[LRScheduler] | tuple[LRScheduler, ...] | None
+SchedulersArg = LRScheduler | list[LRScheduler] | tuple[LRScheduler, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +83,8 @@ def prepare_components(
     model: Models,
     optimizer: Optimizers,
     precision: PrecisionArgs,
-    scaler: Scaler,
-    scheduler: Schedulers,
+    scaler: ScalerArg,
+    scheduler: SchedulersArg,
 ) -> StepComponents:
     """Prepare everything that a step needs.
 
@@ -259,7 +259,7 @@ def _track_norms(optimizers: tuple[Optimizer, ...], decoration: Decoration) -> N
 
 
 def choose_scaler(
-    scaler: Scaler, dtype: torch.dtype | None, level: Level, device: torch.device
+    scaler: ScalerArg, dtype: torch.dtype | None, level: Level, device: torch.device
 ) -> GradScaler | None:
     """Return the scaler for a `scaler=` argument; None if the loss is not scaled."""
     if scaler is False or isinstance(scaler, DisabledGradScaler):
@@ -280,7 +280,7 @@ def choose_scaler(
 
 
 def _check_schedulers(
-    argument: Schedulers, optimizers: tuple[Optimizer, ...]
+    argument: SchedulersArg, optimizers: tuple[Optimizer, ...]
 ) -> dict[Optimizer, LRScheduler]:
     """Check that schedulers can run ahead; return them by optimizer."""
     schedulers: dict[Optimizer, LRScheduler] = {}
