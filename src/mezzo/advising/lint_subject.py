@@ -222,7 +222,7 @@ class SampleRun:
 
 
 def _prepared(model: nn.Module, policy: Policy) -> nn.Module:
-    """Return a copy of a model under a policy, without masters, for nothing is updated."""
+    """Return a copy of a model under a policy, without masters: nothing is updated."""
     copied = copy_with_results(model)
     if policy.level in (Level.O2, Level.O3):
         decorate(copied, None, replace(policy, master="none"))

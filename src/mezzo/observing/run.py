@@ -59,11 +59,11 @@ def observe(
 ) -> Run:
     """Observe a training run: its skips, its loss scale, and how its numbers fit their dtypes.
 
-    All the time, and without waiting for the device: loss, loss scale, skipped steps with the first
-    parameter whose gradient was not finite, and how many values of each gradient overflowed and
-    underflowed. The last needs a loss scaler, whose check of the gradients counts them. Every
-    `every` steps, from the first: range, headroom, underflow and exponents of parameters,
-    activations, gradients and updates.
+    Each step records, without waiting for the device: loss, loss scale, whether it was skipped, and
+    the first parameter whose gradient was not finite. A loss scaler also counts, as it checks the
+    gradients, how many values of each overflowed and underflowed. Every `every` steps, from the
+    first, a sample records range, headroom, underflow and exponents of parameters, activations,
+    gradients and updates.
 
     A step is captured again when a run is attached, and when it stops. A sampled call of a captured
     step runs eagerly, except with several processes: their graphs hold collectives, which all ranks

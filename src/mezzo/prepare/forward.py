@@ -200,7 +200,7 @@ def _made_and_wrapped(
 
 @contextmanager
 def _unwrapped(model: nn.Module) -> Iterator[ForwardWrapper]:
-    """Take out of a model what decoration has put there in the block, which copies it."""
+    """Remove the decoration from a model inside the block, in which the model is copied."""
     attributes = model.__dict__
     if DECORATION in attributes and attributes[DECORATION].plan.converts:
         _refuse_averaged_model()

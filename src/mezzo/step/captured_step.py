@@ -56,7 +56,9 @@ class CaptureAttempt(NamedTuple):
     """How a call is captured; see `GraphCapturer.capture`."""
 
     hides_capture: bool = True
+    """Whether the capture is hidden from model code; see `hide_capture`."""
     records_draws: bool = False
+    """Whether random numbers without an effect may be drawn on the host; see `HostDraws`."""
 
     def after(self, failure: CaptureFailed) -> CaptureAttempt | None:
         """Return what to try after a failure, None if there is nothing left.

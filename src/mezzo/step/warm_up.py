@@ -12,7 +12,7 @@ from mezzo.step.options import AccumulationPhase
 
 _CALLS = 3
 """Real calls before the first capture, which create optimizer states, tables and compiled kernels.
-One of them at least has the inputs that are captured: inputs that are seen once are not."""
+At least one of them has the inputs that are captured: inputs seen only once are not captured."""
 _WRAPPED_CALLS = 11
 """The same for DistributedDataParallel, which arranges its buckets and times ten calls first."""
 
