@@ -187,7 +187,7 @@ def bind_module_rules(
             " autocast(policy, model=model)."
         )
     dtype = region.computes_in
-    off = Region(region.device, False, region.dtype, region.cache_enabled, from_module_rule=True)
+    off = replace(region.disabled(), from_module_rule=True)
     half = replace(
         region_for(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device),
         from_module_rule=True,

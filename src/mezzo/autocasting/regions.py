@@ -53,6 +53,10 @@ class Region:
         """The dtype, or the one that torch has set for the device now."""
         return torch.get_autocast_dtype(self.device) if self.dtype is None else self.dtype
 
+    def disabled(self) -> Region:
+        """Return the same region with autocast off."""
+        return Region(self.device, False, self.dtype, self.cache_enabled)
+
     def encode(self) -> str:
         """Return the region as a string, which compiled code can use without guards."""
         return _SEPARATOR.join(

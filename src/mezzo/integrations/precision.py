@@ -23,7 +23,7 @@ from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import Accumulating, all_decorated, decoration_of
-from mezzo.prepare.plan import Plan, PolicyArg
+from mezzo.prepare.plan import Plan, PolicyArg, input_dtype_of
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.base import Step
 from mezzo.step.components import ScalerArg, choose_scaler
@@ -186,10 +186,8 @@ class Precision:
 
     def cast_inputs(self, data: Any) -> Any:
         """Cast inputs as the decorated model casts its own: at O3, and with some presets."""
-        plan = self.plan
-        if plan is None or not plan.converts or plan.casts_only_parameters or plan.dtype is None:
-            return data
-        return cast_all(data, plan.dtype, plan.device)
+        dtype = None if self.plan is None else input_dtype_of(self.plan)
+        return data if dtype is None else cast_all(data, dtype, self._device)
 
     def cast_outputs(self, data: Any) -> Any:
         """Cast outputs to float32, for code outside of the autocast region."""

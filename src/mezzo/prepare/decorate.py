@@ -32,7 +32,7 @@ from mezzo.prepare.arguments import (
 from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of, flatten_rnns, mark
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.norms import keep_input_dtype
-from mezzo.prepare.plan import DecoratePlan, Dtype, PolicyArg, make_plan
+from mezzo.prepare.plan import DecoratePlan, Dtype, PolicyArg, input_dtype_of, make_plan
 from mezzo.prepare.sharding import refuse_replaced_parameters, refuse_undo
 
 ModelT = TypeVar("ModelT", bound=Models)
@@ -310,7 +310,7 @@ def _wrap_model(
         undo.callback(binding.apply_in_all_threads())
     wrapper = forward.ForwardWrapper(
         region,
-        input_dtype=plan.dtype if plan.converts and not plan.casts_only_parameters else None,
+        input_dtype=input_dtype_of(plan),
         output_dtype=plan.output_dtype,
         defer_to_autocast=plan.defer_to_autocast,
     )

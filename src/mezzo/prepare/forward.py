@@ -147,7 +147,7 @@ def _made_again(region: Region, policy: Policy | None, *options: Any) -> Forward
     except UnsupportedError:
         # The file may be read on a machine without such a device; the model must be cast before it
         # can run there.
-        rebuilt = Region(region.device, False, region.dtype, region.cache_enabled)
+        rebuilt = region.disabled()
     return ForwardWrapper(rebuilt, *options)
 
 

@@ -178,6 +178,11 @@ class Plan:
         return [*lines, *self.faster_layers]
 
 
+def input_dtype_of(plan: Plan) -> torch.dtype | None:
+    """Return the dtype that models cast floating-point inputs to first; None if they do not."""
+    return plan.dtype if plan.converts and not plan.casts_only_parameters else None
+
+
 @dataclass(frozen=True, eq=False)
 class DecoratePlan:
     """A plan together with the objects that it changes."""

@@ -30,7 +30,7 @@ from mezzo.prepare.decoration import (
     inner_optimizer,
 )
 from mezzo.prepare.keep_full import read_keep_full
-from mezzo.prepare.plan import PolicyArg
+from mezzo.prepare.plan import PolicyArg, input_dtype_of
 from mezzo.scaling.scaler import DisabledGradScaler, GradScaler
 from mezzo.scaling.schedule_lookahead import check_scheduler
 
@@ -113,17 +113,17 @@ def prepare_components(
     ddp.check(models, optimizers, scales_loss=step_scaler is not None)
     region = region_for(plan.policy, device.type)
     return StepComponents(
-        models,
-        optimizers,
-        step_scaler,
-        schedulers,
-        plan.policy,
-        region,
-        Region(region.device, False, region.dtype, region.cache_enabled),
-        device,
-        plan.dtype if plan.converts and not plan.casts_only_parameters else None,
-        decoration,
-        ddp,
+        models=models,
+        optimizers=optimizers,
+        scaler=step_scaler,
+        schedulers=schedulers,
+        policy=plan.policy,
+        region=region,
+        backward_region=region.disabled(),
+        device=device,
+        input_dtype=input_dtype_of(plan),
+        decoration=decoration,
+        ddp=ddp,
     )
 
 
