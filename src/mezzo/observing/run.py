@@ -23,7 +23,7 @@ from mezzo.observing.kept_steps import KEPT, KeptSteps
 from mezzo.observing.log import LogWriter, log_path
 from mezzo.observing.loggers import Logger, LoggerWriter, check_loggers
 from mezzo.observing.numerics import Collector, NumericsCollector, NumericsTable
-from mezzo.observing.op_sampler import OpSampler, SampledOps
+from mezzo.observing.op_stats import OpSampler, SampledOps
 from mezzo.observing.records import (
     EventRecord,
     GradientsRecord,
