@@ -213,7 +213,7 @@ class OptimizerRecords:
             advance_scheduler(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
-    def step_fused(
+    def step_with_flag(
         self,
         optimizer: Optimizer,
         record: OptimizerRecord,
@@ -221,7 +221,7 @@ class OptimizerRecords:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> StepResult:
-        """Step an optimizer that reads the scale and the flag on the device, and skips there."""
+        """Step an optimizer that reads the scale and the flag itself, and skips by itself."""
         unscaled = record.stage is OptimizerStage.UNSCALED
         if not unscaled:
             self.check_one_scale("step()")

@@ -13,7 +13,7 @@ import torch
 
 from mezzo import _launch
 from mezzo._errors import ScalerError
-from mezzo.scaling.loss_scales import FusedStepProtocol, binding_of
+from mezzo.scaling.loss_scales import BoundStep, binding_of
 from mezzo.scaling.mesh import any_sharded
 from mezzo.scaling.schedule_sync import groups_of
 
@@ -40,7 +40,7 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     return found
 
 
-def bindings_of(optimizer: Optimizer) -> list[FusedStepProtocol]:
+def bindings_of(optimizer: Optimizer) -> list[BoundStep]:
     """Return the binding of an optimizer, or the bindings of the optimizers that it wraps."""
     binding = binding_of(optimizer)
     if binding is not None:

@@ -290,7 +290,7 @@ class GradScaler(TorchScalerApi):
         elif optimizer_step.takes_grad_scaler(optimizer):
             step, kwargs = self._records.step_with_scaler, {**kwargs, "grad_scaler": self}
         else:
-            step = self._records.step_fused
+            step = self._records.step_with_flag
         result = step(optimizer, record, scheduler, args, kwargs)
         record.enter(OptimizerStage.STEPPED)
         return result
