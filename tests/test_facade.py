@@ -62,7 +62,7 @@ def test_names_imported_late_have_the_types_that_checkers_see():
     tree = ast.parse(Path(mezzo.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     stated = {alias.name: node.module for node in block.body for alias in node.names}
-    assert stated == mezzo._IMPORTED_LATE
+    assert stated == mezzo._LAZY_IMPORTS
 
 
 def test_an_unknown_name_is_an_attribute_error():

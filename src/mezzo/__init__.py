@@ -63,7 +63,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_IMPORTED_LATE = {
+_LAZY_IMPORTS = {
     "Advice": "mezzo.advising.advice",
     "advise": "mezzo.advising.advise",
     "Estimate": "mezzo.advising.estimate",
@@ -191,12 +191,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name not in _IMPORTED_LATE:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_IMPORTED_LATE[name]), name)
+    value = getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_IMPORTED_LATE})
+    return sorted({*globals(), *_LAZY_IMPORTS})

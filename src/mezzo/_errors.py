@@ -1,4 +1,4 @@
-"""Exceptions, and helpers for their messages.
+"""Exceptions, and helpers for the messages of errors and warnings.
 
     MezzoError
     ├── CheckpointError (RuntimeError)        a file is no checkpoint of this model and optimizer
@@ -16,6 +16,7 @@ what to do.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
@@ -126,3 +127,12 @@ def unknown(what: str, name: object, known: Iterable[str]) -> str:
     """
     allowed = list(known)
     return f"Unknown {what} {name!r}. {choices(allowed)}{nearest(str(name), allowed)}"
+
+
+def user_stack_level() -> int:
+    """Return the `stacklevel` of the first caller outside mezzo."""
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level

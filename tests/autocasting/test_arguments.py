@@ -35,7 +35,7 @@ def resolved(*first: Any, **fields: Any) -> Any:
 
 def test_a_policy_with_torchs_lists_needs_no_table() -> None:
     region, _ = resolved("cpu", dtype=torch.bfloat16)
-    assert region.key == ""
+    assert region.table_key == ""
     # Without a function mode, which costs host time at every op.
     for device in ("cpu", "cuda"):
         assert uses_torch_lists(Policy("O2", "bfloat16"), device)
@@ -60,7 +60,7 @@ def test_a_policy_with_torchs_lists_needs_no_table() -> None:
 )
 def test_every_field_that_changes_an_op_needs_a_table(fields: dict[str, Any]) -> None:
     assert not uses_torch_lists(Policy(**fields), "cpu")
-    assert region_for(Policy(dtype="bfloat16", **fields), "cpu").key
+    assert region_for(Policy(dtype="bfloat16", **fields), "cpu").table_key
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_every_field_that_changes_an_op_needs_a_table(fields: dict[str, Any]) ->
 )
 def test_fields_that_change_no_op_need_no_table(fields: dict[str, Any]) -> None:
     assert uses_torch_lists(Policy(**fields), "cpu")
-    assert not region_for(Policy(dtype="bfloat16", **fields), "cpu").key
+    assert not region_for(Policy(dtype="bfloat16", **fields), "cpu").table_key
 
 
 def test_the_versioned_cache_works_with_torchs_lists() -> None:
-    assert region_for(Policy(dtype="bfloat16", cache="versioned"), "cpu").key
+    assert region_for(Policy(dtype="bfloat16", cache="versioned"), "cpu").table_key
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_torchs_cache_is_off_only_if_requested(
 def test_cache_enabled_false_disables_every_cache() -> None:
     region = region_for(Policy(dtype="bfloat16", half={"add"}), "cpu", cache_enabled=False)
     assert region.cache_enabled is False
-    assert "versioned" not in region.key
+    assert "versioned" not in region.table_key
 
 
 def test_equal_arguments_return_the_same_region() -> None:
@@ -110,7 +110,7 @@ def test_equal_arguments_return_the_same_region() -> None:
 
 def test_unhashable_arguments_are_accepted() -> None:
     region, policy = resolved("cpu", overrides=(("exempt_args", {"linear": ["bias"]}),))
-    assert region.key
+    assert region.table_key
     assert policy.exempt_args == (("linear", ("bias",)),)
 
 
@@ -127,7 +127,7 @@ def test_equal_policies_share_one_table() -> None:
 
 def test_another_dtype_or_cache_is_another_table() -> None:
     keys = {
-        region_for(Policy("O1", dtype, half={"add"}, cache=cache), "cpu").key
+        region_for(Policy("O1", dtype, half={"add"}, cache=cache), "cpu").table_key
         for dtype in ("bfloat16", "float16")
         for cache in ("versioned", "off")
     }
@@ -158,7 +158,7 @@ def test_an_absent_device_raises_if_on_unsupported_is_error() -> None:
 
 def test_a_region_for_export_leaves_nothing_to_torch() -> None:
     region = without_torch_autocast(region_for(Policy(dtype="bfloat16"), "cpu"))
-    assert region.key
+    assert region.table_key
     assert region.dtype is torch.bfloat16
 
 

@@ -30,7 +30,7 @@ REGION = region_for(
     ),
     "cpu",
 )
-KEY = REGION.key
+KEY = REGION.table_key
 
 
 def test_rule_of_returns_a_string() -> None:
@@ -45,7 +45,7 @@ def test_rule_of_returns_a_string() -> None:
 
 def test_weights_from_the_cache_have_no_rule_in_compiled_code() -> None:
     region = region_for(Policy("O1", "bfloat16", cache="versioned"), "cpu")
-    key = region.key
+    key = region.table_key
     assert table_lookup.TABLES[key][F.linear].casts_only_weights
     assert table_lookup.rule_of(key, F.linear) is None
 
@@ -69,13 +69,13 @@ def test_ops_that_compute_in_float32_are_found(one_dtype: object) -> None:
             exempt_args={"layer_norm": ["weight"], "batch_norm": ["weight"]},
         ),
         "cpu",
-    ).key
+    ).table_key
     assert table_lookup.computes_in_float32(key, F.layer_norm)
     assert not table_lookup.computes_in_float32(key, F.batch_norm)
 
 
 def test_ops_that_are_refused_only_in_half_are_found() -> None:
-    apex_key = region_for(Policy("O1", "float16", preset="apex"), "cpu").key
+    apex_key = region_for(Policy("O1", "float16", preset="apex"), "cpu").table_key
     assert table_lookup.refuses_only_half(apex_key, F.binary_cross_entropy)
     assert not table_lookup.refuses_only_half(KEY, torch.exp)
 
@@ -131,7 +131,7 @@ X, HALVED = torch.ones(2, 2), torch.ones(2, 2, dtype=HALF)
 
 def traced(fields: dict[str, Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     region = region_for(Policy("O1", HALF, **fields), "cpu")
-    key = region.key
+    key = region.table_key
     with torch.autocast("cpu", dtype=HALF):
         return apply_rule_traced(key, "cpu", rule_of(key, function), function, args, kwargs)
 
@@ -187,7 +187,7 @@ def test_a_traced_exempt_argument_is_not_cast() -> None:
 
 def test_a_traced_call_may_run_another_function_than_the_key() -> None:
     region = region_for(Policy("O1", HALF, half={"add"}), "cpu")
-    key = region.key
+    key = region.table_key
     with torch.autocast("cpu", dtype=HALF):
         assert apply_rule_traced(key, "cpu", "half", torch.add, (X,), {}, lambda x: x.dtype) is HALF
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import mezzo
 from mezzo.autocasting import torch_hooks
-from mezzo.autocasting.regions import NOTE
+from mezzo.autocasting.regions import REGION_NOTE
 
 HALF = torch.bfloat16
 POLICY_FIELDS = {
@@ -203,7 +203,7 @@ def test_a_region_inside_an_exported_model_is_applied_and_marked() -> None:
         torch.float32,
     ]
     noted = [
-        bool((node.meta.get("custom") or {}).get(NOTE))
+        bool((node.meta.get("custom") or {}).get(REGION_NOTE))
         for node in program.graph.nodes
         if node.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
     ]

@@ -64,14 +64,24 @@ def test_explain_of_an_op_prints_its_dtype_and_the_reason():
     )
 
 
+def test_explain_of_an_op_says_for_which_inputs_it_is():
+    # An op in no list runs in the dtype of its inputs, and float32 is only an example.
+    text = printed("explain", "hypot", "--device", "cpu")
+    assert "That is for float32 inputs on cpu, " in text
+    assert "Pass --input bfloat16 for 16-bit ones." in text
+    text = printed("explain", "hypot", "--device", "cpu", "--input", "bfloat16")
+    assert text.startswith("hypot runs in bfloat16: in no list")
+    assert "That is on cpu, " in text
+
+
 def test_explain_of_an_op_names_the_device(monkeypatch):
-    assert "That is on cpu, " in printed("explain", "softmax", "--device", "cpu")
+    assert " on cpu, " in printed("explain", "softmax", "--device", "cpu")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert "Pass --device cuda for a GPU." in printed("explain", "softmax")
     text = printed("explain", "O2", "softmax", "--device", "cuda", "--dtype", "float16")
     assert text.startswith("softmax runs in float32: sums exponentials")
-    assert "That is on cuda, which this machine does not have: " in text
+    assert " on cuda, which this machine does not have: " in text
 
 
 @pytest.mark.parametrize("arguments", [("O3", "softmax"), ("policy.toml", "softmax")])

@@ -74,6 +74,8 @@ def test_a_gpt_script_prints_the_same_and_leaves_a_report(tmp_path):
     assert "h.0.attn.c_attn.weight" in records(log, "gradients")[-1]["layers"]
     assert {one["which"] for one in records(log, "tensors")} >= {"gradients", "activations"}
     (ops,) = records(log, "ops")
+    # The first step is sampled, and ops are counted in another one.
+    assert ops["step"] == 2
     assert ("h.0.attn.c_attn", "addmm", "float16") in {
         (row["module"], row["op"], row["dtype"]) for row in ops["rows"]
     }

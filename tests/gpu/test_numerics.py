@@ -65,7 +65,7 @@ def test_explicit_float32_stays_and_norms_keep_their_dtype_in_a_captured_step(ha
 def test_o2_runs_on_torchs_own_autocast_without_a_function_mode() -> None:
     model = nn.Linear(64, 64).cuda()
     mezzo.decorate(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2", dtype="float16")
-    assert model.forward.mezzo_wrapper.region.key == ""
+    assert model.forward.mezzo_wrapper.region.table_key == ""
 
 
 @pytest.mark.parametrize("half", HALVES)

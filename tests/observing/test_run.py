@@ -350,7 +350,7 @@ def few_looks(monkeypatch):
     """Let runs look at the history every 20 steps, as on a device, and count the calls they see."""
     seen = []
     end = mezzo.Run.end
-    monkeypatch.setattr(mezzo.Run, "_steps_to_next_take", lambda *_: 20)
+    monkeypatch.setattr(mezzo.Run, "_steps_to_next_poll", lambda *_: 20)
     monkeypatch.setattr(
         mezzo.Run, "end", lambda run, number: seen.append(number) or end(run, number)
     )
@@ -383,8 +383,8 @@ def test_short_steps_are_looked_at_rarely_and_long_ones_often():
     with mezzo.observe(make_step()) as run:
         run._lags = True
         for seconds, steps in ((0.0, 2048), (0.5, 50), (1000.0, 1)):
-            run._taken = (0, time.perf_counter() - seconds)
-            assert run._steps_to_next_take(100) == pytest.approx(steps, abs=2)
+            run._last_poll = (0, time.perf_counter() - seconds)
+            assert run._steps_to_next_poll(100) == pytest.approx(steps, abs=2)
 
 
 def test_events_have_the_number_of_their_step():

@@ -11,7 +11,7 @@ from torch import nn
 import mezzo
 from mezzo._errors import PolicyError
 from mezzo.observing.numerics import NumericsCollector
-from mezzo.observing.sample_interval import LEAST, SampleInterval
+from mezzo.observing.sample_interval import DEFAULT_INTERVAL, SampleInterval
 
 
 def intervals(passed, *, step, sample, samples):
@@ -33,12 +33,12 @@ def test_a_passed_interval_stays():
 
 def test_samples_of_short_steps_take_one_percent_of_the_time():
     chosen = intervals(None, step=1e-4, sample=5e-3, samples=5)
-    assert chosen[0] == LEAST
+    assert chosen[0] == DEFAULT_INTERVAL
     assert chosen[1:] == [5000] * 4
 
 
 def test_long_steps_are_sampled_every_hundred():
-    assert intervals(None, step=0.02, sample=0.015, samples=4) == [LEAST] * 4
+    assert intervals(None, step=0.02, sample=0.015, samples=4) == [DEFAULT_INTERVAL] * 4
 
 
 def test_time_that_reading_takes_counts():
@@ -78,7 +78,7 @@ def test_a_run_with_expensive_samples_takes_fewer_by_default(monkeypatch, every)
     with mezzo.observe(step, every=every) as run:
         for _ in range(102):
             step(torch.ones(8, 4), torch.zeros(8, 2))
-    assert run.every == 50 if every else run.every > 2 * LEAST
+    assert run.every == 50 if every else run.every > 2 * DEFAULT_INTERVAL
     assert run.numerics["activations"]
 
 
@@ -103,7 +103,7 @@ def test_several_processes_sample_the_same_steps(monkeypatch):
     with mezzo.observe(step) as run:
         for _ in range(102):
             step(torch.ones(8, 4), torch.zeros(8, 2))
-    assert run.every == LEAST
+    assert run.every == DEFAULT_INTERVAL
 
 
 def test_an_interval_that_is_no_number_of_steps_is_refused():

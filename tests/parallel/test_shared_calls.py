@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo._torch import communication_hooks, group_timeout, renew_reducer, reset_fsdp
-from mezzo.parallel.ddp import Replicas
+from mezzo.parallel.ddp import DDPWrappers
 from mezzo.parallel.process_groups import HostGroup
 from mezzo.prepare.sharding import sharding_obstacle
 from mezzo.step import warm_up
@@ -385,7 +385,7 @@ def capture_true_raises_on_all_ranks_if_one_cannot_capture(rank, capturer, patch
 def a_new_reducer_trains_on_after_an_error_in_backward(rank, capturer, patch):
     step = make_step(captured=False, reduce_dtype="float32")
     losses = train(step, rank, [8] * 3)[0]
-    ddp = step._components.replicas.wrappers[0]
+    ddp = step._components.ddp.wrappers[0]
     hooks = list(communication_hooks(ddp))
     output = ddp(batch(rank, 0)[0])
     hook = ddp.module[0].weight.register_hook(lambda _: 1 / 0)
@@ -495,7 +495,7 @@ def what_of_wrappers_is_not_captured_has_a_reason(rank, capturer, patch):
         ddp = DistributedDataParallel(nn.Linear(2, 2), **wrap)
         if hook is not None:
             ddp.register_comm_hook(None, hook)
-        return Replicas((ddp,)).capture_refusal(accumulates=accumulates)
+        return DDPWrappers((ddp,)).capture_refusal(accumulates=accumulates)
 
     assert "cpu:gloo" in reason()
     patch.setattr(distributed, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
@@ -509,9 +509,9 @@ def what_of_wrappers_is_not_captured_has_a_reason(rank, capturer, patch):
     assert "'noop_hook' may keep state" in reason(hook=noop_hook)
     wrapper = DistributedDataParallel(nn.Linear(2, 2))
     wrapper._register_builtin_comm_hook(distributed.BuiltinCommHookType.FP16_COMPRESS)
-    assert "not known in Python" in Replicas((wrapper,)).capture_refusal(accumulates=False)
+    assert "not known in Python" in DDPWrappers((wrapper,)).capture_refusal(accumulates=False)
     other = DistributedDataParallel(nn.Linear(2, 2), process_group=distributed.new_group([0, 1]))
-    both = Replicas((DistributedDataParallel(nn.Linear(2, 2)), other))
+    both = DDPWrappers((DistributedDataParallel(nn.Linear(2, 2)), other))
     assert "different process groups" in both.capture_refusal(accumulates=False)
 
 

@@ -17,14 +17,14 @@ from mezzo.policy.decide import (
     COMPOSED_OF,
     Decision,
     PolicyDiff,
-    Resolved,
+    ResolvedDtype,
     all_entries,
     diff,
     effective_lists,
     entry_of,
     explain,
-    resolve,
-    resolve_quietly,
+    resolve_dtype,
+    resolve_dtype_quietly,
     uncast_decision,
 )
 from mezzo.policy.registry import registry
@@ -273,24 +273,24 @@ def no_earlier_warnings(monkeypatch):
 )
 def test_auto_resolves_to_the_dtype_the_hardware_prefers(float16, bfloat16, dtype):
     hardware = device(float16, bfloat16)
-    resolved = resolve(Policy("O1"), hardware)
-    assert resolved == Resolved(dtype, hardware.preferred.reason)
+    resolved = resolve_dtype(Policy("O1"), hardware)
+    assert resolved == ResolvedDtype(dtype, hardware.preferred.reason)
     assert "Fake 100" in resolved.reason
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
 @pytest.mark.parametrize("support", [NATIVE, SLOW])
 def test_a_supported_dtype_is_used_even_if_it_is_not_native(dtype, support):
-    assert resolve(
+    assert resolve_dtype(
         Policy("O1", dtype, on_unsupported="error"), device(support, support)
-    ) == Resolved(dtype, support.reason)
+    ) == ResolvedDtype(dtype, support.reason)
 
 
 @pytest.mark.parametrize("on_unsupported", ["error", "warn", "ignore"])
 def test_o0_resolves_to_float32_on_every_device_without_a_warning(on_unsupported):
-    assert resolve(Policy("O0", on_unsupported=on_unsupported), device(NONE, NONE)) == Resolved(
-        None, "level O0 runs everything in float32"
-    )
+    assert resolve_dtype(
+        Policy("O0", on_unsupported=on_unsupported), device(NONE, NONE)
+    ) == ResolvedDtype(None, "level O0 runs everything in float32")
 
 
 def test_an_unsupported_dtype_warns_once_with_device_reason_and_remedy():
@@ -300,11 +300,11 @@ def test_an_unsupported_dtype_warns_once_with_device_reason_and_remedy():
         r" dtype='float16'\. Running in float32\.$"
     )
     with pytest.warns(UserWarning, match=message):
-        assert resolve(policy, hardware) == Resolved(None, "it has no kernels for it")
+        assert resolve_dtype(policy, hardware) == ResolvedDtype(None, "it has no kernels for it")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve(policy, hardware).dtype is None
-        assert resolve(Policy("O2", "bfloat16"), hardware).dtype is None
+        assert resolve_dtype(policy, hardware).dtype is None
+        assert resolve_dtype(Policy("O2", "bfloat16"), hardware).dtype is None
 
 
 def test_another_device_or_dtype_warns_again():
@@ -314,7 +314,7 @@ def test_another_device_or_dtype_warns_again():
         (Policy(dtype="float16"), device(NONE, NATIVE)),
     ):
         with pytest.warns(UserWarning, match="cannot compute in"):
-            resolve(policy, hardware)
+            resolve_dtype(policy, hardware)
 
 
 def test_a_device_without_16_bit_dtypes_suggests_another_device():
@@ -323,12 +323,12 @@ def test_a_device_without_16_bit_dtypes_suggests_another_device():
         r" another device, or level O0\. Running in float32\.$"
     )
     with pytest.warns(UserWarning, match=message):
-        assert resolve(Policy("O1"), device(NONE, NONE)).dtype is None
+        assert resolve_dtype(Policy("O1"), device(NONE, NONE)).dtype is None
 
 
 def test_the_warning_points_at_the_users_line():
     with pytest.warns(UserWarning, match="cannot compute in") as caught:
-        resolve(Policy("O1"), device(NONE, NONE))
+        resolve_dtype(Policy("O1"), device(NONE, NONE))
     assert caught[0].filename == __file__
 
 
@@ -344,7 +344,7 @@ def test_error_raises_with_the_remedies():
         r" dtype='float16'; or on_unsupported='warn' to run in float32\.$"
     )
     with pytest.raises(UnsupportedError, match=message), listen() as events:
-        resolve(Policy("O1", "bfloat16", on_unsupported="error"), device(NATIVE, NONE))
+        resolve_dtype(Policy("O1", "bfloat16", on_unsupported="error"), device(NATIVE, NONE))
     assert events == []
 
 
@@ -352,7 +352,9 @@ def test_ignore_runs_in_float32_without_a_warning_but_with_an_event():
     with warnings.catch_warnings(), listen() as events:
         warnings.simplefilter("error")
         assert (
-            resolve(Policy("O1", "bfloat16", on_unsupported="ignore"), device(NATIVE, NONE)).dtype
+            resolve_dtype(
+                Policy("O1", "bfloat16", on_unsupported="ignore"), device(NATIVE, NONE)
+            ).dtype
             is None
         )
     assert PolicyDowngraded("bfloat16", "float32", "cuda", "it has no kernels for it") in events
@@ -361,7 +363,7 @@ def test_ignore_runs_in_float32_without_a_warning_but_with_an_event():
 def test_resolving_a_policy_emits_an_event():
     policy = Policy("O1", "float16", half={"exp"})
     with listen() as events:
-        resolve(policy, device())
+        resolve_dtype(policy, device())
     assert events == [PolicyResolved(repr(policy), "cuda", "float16", "it has instructions for it")]
 
 
@@ -369,8 +371,8 @@ def test_a_downgrade_emits_an_event_each_time_and_warns_once():
     policy, hardware = Policy("O1"), device(NONE, NONE)
     with listen() as events, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        resolve(policy, hardware)
-        resolve(policy, hardware)
+        resolve_dtype(policy, hardware)
+        resolve_dtype(policy, hardware)
     downgraded = PolicyDowngraded("a 16-bit dtype", "float32", "cuda", "it has no kernels for it")
     assert (
         events
@@ -387,9 +389,9 @@ def test_a_downgrade_emits_an_event_each_time_and_warns_once():
 def test_resolve_quietly_returns_the_same_without_error_warning_or_event(on_unsupported):
     with warnings.catch_warnings(), listen() as events:
         warnings.simplefilter("error")
-        assert resolve_quietly(
+        assert resolve_dtype_quietly(
             Policy("O1", on_unsupported=on_unsupported), device(NONE, NONE)
-        ) == Resolved(None, "it has no kernels for it")
+        ) == ResolvedDtype(None, "it has no kernels for it")
     assert events == []
 
 

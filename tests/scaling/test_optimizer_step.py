@@ -1,4 +1,4 @@
-"""Step optimizers: torch's protocol, its deprecated form, schedulers, wrapped optimizers."""
+"""Step optimizers: torch's protocol, its deprecated form, wrapped optimizers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import pytest
 import torch
 from support.wrappers import Lookahead, Several
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import mezzo
-from mezzo.optim.bind_optimizer import bind_optimizer
-from mezzo.optim.master_weights import MasterWeights
 from mezzo.scaling.optimizer_step import (
-    _is_deferred,
     bindings_of,
     inner_optimizers,
     refuse_closures,
@@ -218,42 +214,6 @@ def test_a_refused_closure_is_named_without_the_batch_that_it_holds():
 
 def test_other_arguments_are_not_taken_for_closures():
     refuse_closures((1, None), {"closure": None, "callback": print})
-
-
-def test_a_schedule_on_the_device_advances_with_successful_steps_only(net, far_cpu):
-    scaler, optimizer = mezzo.GradScaler(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
-    scheduler = ExponentialLR(optimizer, gamma=0.5)
-    rates = []
-    optimizer.register_step_pre_hook(
-        lambda stepped, *_: rates.append(float(stepped.param_groups[0]["lr"]))
-    )
-    for x in (X, INF, X, X):
-        iterate(scaler, net, optimizer, x, scheduler=scheduler)
-    assert rates == pytest.approx([0.1, 0.05, 0.05, 0.025])
-    scaler.state()
-    assert scheduler.get_last_lr() == [pytest.approx(0.0125)]
-    assert type(optimizer.param_groups[0]["lr"]) is float
-
-
-@pytest.mark.parametrize(
-    ("make_scheduler", "device_values", "deferred"),
-    [
-        (lambda one: ExponentialLR(one, gamma=0.5), {"lr"}, True),
-        (lambda one: OneCycleLR(one, 0.1, total_steps=9), {"lr"}, False),
-        (lambda one: OneCycleLR(one, 0.1, total_steps=9), {"lr", "betas"}, True),
-        (lambda one: ExponentialLR(one, gamma=0.5), set(), False),
-    ],
-    ids=["rate", "betas on the host", "betas on the device", "rate on the host"],
-)
-def test_a_schedule_runs_on_the_device_if_the_bound_step_reads_all_its_values_there(
-    make_scheduler, device_values, deferred, monkeypatch
-):
-    optimizer = torch.optim.NAdam([nn.Parameter(torch.ones(1))], lr=0.1)
-    binding = bind_optimizer(optimizer, MasterWeights("none"))
-    monkeypatch.setattr(binding, "device_values", frozenset(device_values))
-    scheduler = make_scheduler(optimizer)
-    assert _is_deferred(optimizer, scheduler, torch.device("cuda")) == deferred
-    assert not _is_deferred(optimizer, scheduler, torch.device("cpu"))
 
 
 # -- optimizers that wrap others -------------------------------------------------------------------

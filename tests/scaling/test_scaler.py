@@ -418,6 +418,6 @@ def test_a_subclass_may_override_scale_without_loss_id():
 
 def test_a_subclass_may_turn_off_the_bfloat16_warning():
     class Silent(GradScaler):
-        _advises = False
+        _warns_if_not_needed = False
 
     Silent().scale(torch.ones(2, requires_grad=True).bfloat16().sum())

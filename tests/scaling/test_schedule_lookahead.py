@@ -10,8 +10,8 @@ from torch.optim import lr_scheduler
 from mezzo import UnsupportedError
 from mezzo.scaling.schedule_lookahead import (
     Lookahead,
-    check,
     check_kind,
+    check_scheduler,
     flat,
     scheduled_keys,
     spread,
@@ -120,9 +120,9 @@ class Uncopyable:
 
 def test_a_check_runs_the_schedule_ahead() -> None:
     optimizer, scheduler = new_scheduler("step")
-    check(optimizer, scheduler)
+    check_scheduler(optimizer, scheduler)
     assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.1)
     with pytest.raises(UnsupportedError, match=r"changes weight_decay.*Do not pass it"):
-        check(optimizer, WeightDecay(optimizer))
+        check_scheduler(optimizer, WeightDecay(optimizer))
     with pytest.raises(UnsupportedError, match=r"LambdaLR cannot be copied.*Do not pass it"):
-        check(optimizer, lr_scheduler.LambdaLR(optimizer, Uncopyable()))
+        check_scheduler(optimizer, lr_scheduler.LambdaLR(optimizer, Uncopyable()))

@@ -9,7 +9,7 @@ import torch
 
 import mezzo
 from mezzo import _launch
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.scale_tensors import DeviceLossScale
 from mezzo.step.metrics import MetricsBuffer, StepMetrics
@@ -27,7 +27,7 @@ def test_the_metrics_are_written_in_one_launch(
     scale = DeviceLossScale(
         mezzo.ScaleState(8.0, good_steps=3, skipped_steps=4, consecutive_skips=2), CPU
     )
-    monkeypatch.setattr(capture, "device_counters", lambda _: scale.counters)
+    monkeypatch.setattr(captured_scaler, "device_counters", lambda _: scale.counters)
     metrics = MetricsBuffer(CPU, mezzo.GradScaler("cpu"))
     metrics.write(torch.tensor(1.5, dtype=dtype), torch.tensor(found_inf))
     assert metrics.read() == StepMetrics(1.5, skipped=bool(found_inf), scale=8.0, skipped_steps=4)
@@ -62,7 +62,7 @@ def test_the_kernel_writes_the_rate_and_the_norm_with_a_scaler(
 ) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: True)
     scale = DeviceLossScale(mezzo.ScaleState(8.0, skipped_steps=4, consecutive_skips=2), CPU)
-    monkeypatch.setattr(capture, "device_counters", lambda _: scale.counters)
+    monkeypatch.setattr(captured_scaler, "device_counters", lambda _: scale.counters)
     metrics = MetricsBuffer(CPU, mezzo.GradScaler("cpu"), computes_norm=True)
     metrics.write(
         torch.tensor(1.5),
@@ -88,7 +88,7 @@ def test_the_kernel_writes_a_row_of_the_history_for_each_call(
 ) -> None:
     monkeypatch.setattr(_launch, "has_triton", lambda _: True)
     scale = DeviceLossScale(mezzo.ScaleState(8.0), CPU)
-    monkeypatch.setattr(capture, "device_counters", lambda _: scale.counters)
+    monkeypatch.setattr(captured_scaler, "device_counters", lambda _: scale.counters)
     counts = GradientCounts([torch.zeros(2), torch.zeros(3)])
     metrics = MetricsBuffer(CPU, mezzo.GradScaler("cpu"), computes_norm=True)
     metrics.record_to(history := StepHistory(CPU, counts, rows=4))

@@ -17,7 +17,7 @@ from support.step_models import Made, batches, boosted, same, weights
 
 import mezzo
 from mezzo import _events
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.step import replay_timing
 from mezzo.step.capture_obstacles import (
     capture_obstacle,
@@ -637,7 +637,7 @@ class TestStepsThatCannotBeCaptured:
     def test_a_captured_update_is_for_the_buffers_that_the_model_writes(
         self, update_only, capturer, monkeypatch
     ):
-        monkeypatch.setattr(capture, "is_warmed_up", lambda _: True)
+        monkeypatch.setattr(captured_scaler, "is_warmed_up", lambda _: True)
         made, step = update_only("cnn", dtype="float16")
         replays = capturer.graphs[0].replays
         made.model.norm.eval()

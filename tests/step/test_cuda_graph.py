@@ -84,14 +84,14 @@ class TestIsCurrentStreamCapturing:
         monkeypatch.setattr(cuda_graph, "_is_capturing", lambda: True)
 
     def test_it_is_false_for_model_code_in_the_capturing_thread_only(self):
-        with cuda_graph.report_eager():
+        with cuda_graph.hide_capture():
             here = torch.cuda.is_current_stream_capturing()
             with ThreadPoolExecutor(1) as pool:
                 there = pool.submit(lambda: torch.cuda.is_current_stream_capturing()).result()
         assert (here, there) == (False, True)
 
     def test_it_is_true_for_torch_and_mezzo(self):
-        with cuda_graph.report_eager():
+        with cuda_graph.hide_capture():
             assert _launch.is_capturing(torch.device("cuda"))
             assert eval(
                 "torch.cuda.is_current_stream_capturing()",
@@ -99,7 +99,7 @@ class TestIsCurrentStreamCapturing:
             )
 
     def test_it_is_restored_when_the_last_capture_ends(self):
-        with pytest.raises(RuntimeError), cuda_graph.report_eager(), cuda_graph.report_eager():
+        with pytest.raises(RuntimeError), cuda_graph.hide_capture(), cuda_graph.hide_capture():
             raise RuntimeError
         assert torch.cuda.is_current_stream_capturing() is True
         assert torch.cuda.is_current_stream_capturing is cuda_graph._is_capturing

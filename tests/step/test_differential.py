@@ -13,7 +13,7 @@ from support.differential_zoo import OWN
 from support.fake_graphs import FakeCapturer, fake_captures, use_capture
 
 import mezzo
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 
 VARIANTS = [
     Variant("O1", "float16", accumulate=3, clip_norm=1.0),
@@ -41,7 +41,7 @@ def test_a_step_equals_the_loop_by_hand(row: Row, variant: Variant) -> None:
 
 @pytest.fixture
 def capturer(monkeypatch: pytest.MonkeyPatch) -> FakeCapturer:
-    monkeypatch.setattr(capture, "is_warmed_up", lambda _: True)
+    monkeypatch.setattr(captured_scaler, "is_warmed_up", lambda _: True)
     return fake_captures(monkeypatch)
 
 

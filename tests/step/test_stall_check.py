@@ -14,7 +14,7 @@ from support.step_models import Made, batches, boosted, same, weights
 
 import mezzo
 from mezzo import _events
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.step.runners import EagerRunner
 
 
@@ -35,7 +35,7 @@ def eager_step(made, **kwargs):
 def captured_step(monkeypatch):
     """Make a step whose captures are fake graphs."""
     capturer = fake_captures(monkeypatch)
-    monkeypatch.setattr(capture, "is_warmed_up", lambda _: True)
+    monkeypatch.setattr(captured_scaler, "is_warmed_up", lambda _: True)
 
     def make(name="mlp", *, broken=False, **kwargs):
         made = Made(name)
@@ -100,7 +100,7 @@ def test_the_comparison_changes_nothing(captured_step, accumulate):
 def test_an_update_with_an_eager_call_is_not_compared(captured_step, monkeypatch, accumulate):
     _, step = captured_step(accumulate=accumulate)
     overflows, first_finite = range(6 * accumulate, 9 * accumulate), 9 * accumulate
-    before_replay, moved = capture.before_replay, []
+    before_replay, moved = captured_scaler.before_replay, []
 
     def tables_move_once(scaler):
         if not moved and step._updates == first_finite // accumulate:
@@ -110,7 +110,7 @@ def test_an_update_with_an_eager_call_is_not_compared(captured_step, monkeypatch
             return ("elsewhere",)
         return before_replay(scaler)
 
-    monkeypatch.setattr(capture, "before_replay", tables_move_once)
+    monkeypatch.setattr(captured_scaler, "before_replay", tables_move_once)
     train(step, "mlp", 12 * accumulate, overflows)
     assert moved
     assert step.eager_reason is None

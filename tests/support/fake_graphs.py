@@ -114,7 +114,7 @@ class FakeCapturer:
     graphs: list[FakeGraph] = field(default_factory=list)
     warm_ups: int = 0
     reports: list[bool] = field(default_factory=list)
-    """`reports_eager` of each attempt."""
+    """`hides_capture` of each attempt."""
     draws: bool = False
     """Whether attempts fail that do not record draws on the host."""
     fails: bool = False
@@ -146,14 +146,14 @@ class FakeCapturer:
         values: Any,
         *_: object,
         models: Iterable[nn.Module] = (),
-        reports_eager: bool = True,
+        hides_capture: bool = True,
         records_draws: bool = False,
     ) -> Replayed:
-        self.reports.append(reports_eager)
+        self.reports.append(hides_capture)
         if self.draws and not records_draws:
             raise HostDrawsFound
         fails_for_calls = self.fails_for_calls and isinstance(values, Call)
-        if self.fails or fails_for_calls or (self.fails_as_eager and reports_eager):
+        if self.fails or fails_for_calls or (self.fails_as_eager and hides_capture):
             raise CaptureFailed(self.failure)
         self.pools.append(self.pool.handle())
         self.graphs.append(

@@ -86,7 +86,7 @@ class Hardware:
         """
         # sorted() is stable: bfloat16 stays first if both are equal.
         for dtype in sorted(
-            (torch.bfloat16, torch.float16), key=lambda one: not self.support(one).native
+            (torch.bfloat16, torch.float16), key=lambda dtype: not self.support(dtype).native
         ):
             if self.support(dtype).supported:
                 return DtypeChoice(dtype, self._reason(dtype))

@@ -174,12 +174,12 @@ def _fastest(times: Sequence[SettingTime]) -> SettingTime:
     return min((timed for timed in times if _gain(timed) >= _EQUAL * most), key=_preference)
 
 
-def _gain(one: SettingTime) -> float:
-    return one.gain or 0.0
+def _gain(time: SettingTime) -> float:
+    return time.gain or 0.0
 
 
-def _is_half(one: SettingTime) -> bool:
-    return one.setting.precision in (Precision.BFLOAT16, Precision.FLOAT16)
+def _is_half(time: SettingTime) -> bool:
+    return time.setting.precision in (Precision.BFLOAT16, Precision.FLOAT16)
 
 
 def best_half(times: Sequence[SettingTime]) -> SettingTime | None:

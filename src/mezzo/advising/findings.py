@@ -48,7 +48,7 @@ def _row(name: str, text: str) -> str:
         for line in text.splitlines()
         for part in textwrap.wrap(line, _WIDTH - 11, break_on_hyphens=False)
     ]
-    return "\n".join(f"  {name if not index else '':<9}{one}" for index, one in enumerate(lines))
+    return "\n".join(f"  {name if not index else '':<9}{line}" for index, line in enumerate(lines))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mezzo.advising import loop_rules, setup_rules, shape_rules
 from mezzo.advising.findings import LintFinding, LintFindings
 from mezzo.advising.gpus import find_gpu
 from mezzo.advising.lint_subject import SampleRun, Subject, device_of, dtype_in_use
-from mezzo.advising.loop_trace import Loop, observe
+from mezzo.advising.loop_trace import Loop, trace_loop
 from mezzo.advising.measurements import measure_cost, measure_layout, padding_gain
 from mezzo.policy.policy import Policy
 from mezzo.prepare.arguments import Optimizers, optimizers_of, unwrapped
@@ -25,41 +25,38 @@ from mezzo.step.inputs import is_channels_last, move_inputs
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A lint rule: a function from what is known of a setup to findings."""
+class LintRule:
+    """A function from what is known of a training setup to findings."""
 
-    name: str
-    """The name of its findings; several, separated by commas, if it makes different ones."""
+    names: tuple[str, ...]
+    """The names of its findings, mostly one."""
     check: Callable[[Subject], Iterator[LintFinding]]
     needs: tuple[str, ...] = ()
     """What must be known: attributes of `Subject`; empty if nothing but the model."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of its findings."""
-        return tuple(self.name.split(", "))
 
-
-RULES: Sequence[Rule] = (
-    Rule("float16-without-scaler", setup_rules.float16_without_scaler, ("trains",)),
-    Rule("scaler-with-bfloat16", setup_rules.scaler_with_bfloat16, ("scaler",)),
-    Rule("clip-before-unscale", loop_rules.clip_before_unscale, ("loop",)),
-    Rule("16-bit-optimizer-state", setup_rules.half_optimizer_states, ("optimizers",)),
-    Rule("masters-missing, masters-bypassed", setup_rules.missing_masters, ("optimizers",)),
-    Rule("16-bit-softmax, 16-bit-loss", setup_rules.half_softmax, ("traced",)),
-    Rule("backward-in-autocast", loop_rules.backward_in_autocast, ("loop",)),
-    Rule("autocast-never-entered", loop_rules.autocast_never_entered, ("loop",)),
-    Rule("parameter-in-no-optimizer", setup_rules.parameters_in_no_optimizer, ("optimizers",)),
-    Rule("scheduler-on-skip", loop_rules.scheduler_on_skip, ("loop", "schedulers")),
-    Rule("16-bit-ema", setup_rules.half_average, ("ema",)),
-    Rule("channels-first", shape_rules.channels_first, ("products",)),
-    Rule("matrix-multiple", shape_rules.matrix_sizes, ("products",)),
-    Rule("batch-multiple", shape_rules.batch_size, ("products",)),
-    Rule("channel-multiple", shape_rules.channel_counts, ("products",)),
-    Rule("first-convolution", shape_rules.first_convolution, ("products",)),
-    Rule("little-gain", setup_rules.little_gain, ("cost",)),
-    Rule("unsupported-dtype", setup_rules.unsupported_dtype),
-    Rule("slow-dtype", setup_rules.slow_dtype),
+RULES: Sequence[LintRule] = (
+    LintRule(("float16-without-scaler",), setup_rules.float16_without_scaler, ("trains",)),
+    LintRule(("scaler-with-bfloat16",), setup_rules.scaler_with_bfloat16, ("scaler",)),
+    LintRule(("clip-before-unscale",), loop_rules.clip_before_unscale, ("loop",)),
+    LintRule(("16-bit-optimizer-state",), setup_rules.half_optimizer_states, ("optimizers",)),
+    LintRule(("masters-missing", "masters-bypassed"), setup_rules.missing_masters, ("optimizers",)),
+    LintRule(("16-bit-softmax", "16-bit-loss"), setup_rules.half_softmax, ("traced",)),
+    LintRule(("backward-in-autocast",), loop_rules.backward_in_autocast, ("loop",)),
+    LintRule(("autocast-never-entered",), loop_rules.autocast_never_entered, ("loop",)),
+    LintRule(
+        ("parameter-in-no-optimizer",), setup_rules.parameters_in_no_optimizer, ("optimizers",)
+    ),
+    LintRule(("scheduler-on-skip",), loop_rules.scheduler_on_skip, ("loop", "schedulers")),
+    LintRule(("16-bit-ema",), setup_rules.half_average, ("ema",)),
+    LintRule(("channels-first",), shape_rules.channels_first, ("products",)),
+    LintRule(("matrix-multiple",), shape_rules.matrix_sizes, ("products",)),
+    LintRule(("batch-multiple",), shape_rules.batch_size, ("products",)),
+    LintRule(("channel-multiple",), shape_rules.channel_counts, ("products",)),
+    LintRule(("first-convolution",), shape_rules.first_convolution, ("products",)),
+    LintRule(("little-gain",), setup_rules.little_gain, ("cost",)),
+    LintRule(("unsupported-dtype",), setup_rules.unsupported_dtype),
+    LintRule(("slow-dtype",), setup_rules.slow_dtype),
 )
 """All rules, in the order of their findings: what breaks training, then what costs time."""
 
@@ -152,7 +149,7 @@ def _observed(
             subject.scaler,
             subject.schedulers,
         )
-        subject = replace(subject, loop=observe(loop))
+        subject = replace(subject, loop=trace_loop(loop))
     if run is not None:
         subject = replace(subject, forward=run.trace())
     return replace(subject, dtype=dtype_in_use(subject.model, subject.policy, subject.traces()))

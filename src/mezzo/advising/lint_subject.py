@@ -16,7 +16,7 @@ from mezzo.advising.loop_trace import LoopTrace
 from mezzo.advising.op_trace import OpTrace, Product, buffers_restored, traced
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import enter_regions
-from mezzo.policy.decide import resolve
+from mezzo.policy.decide import resolve_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level
 from mezzo.prepare.arguments import Optimizer, unwrapped
@@ -135,7 +135,7 @@ def dtype_in_use(
     if policy is not None and policy.level is not Level.O0:
         if policy.dtype in HALF_DTYPES:
             return policy.dtype
-        return resolve(policy, hardware(device)).dtype
+        return resolve_dtype(policy, hardware(device)).dtype
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     stored = {parameter.dtype for parameter in model.parameters() if parameter.dtype in HALF_DTYPES}
@@ -222,7 +222,7 @@ class SampleRun:
 
 
 def _prepared(model: nn.Module, policy: Policy) -> nn.Module:
-    """Return a copy of a model under a policy, without masters, for nothing is updated."""
+    """Return a copy of a model under a policy, without masters: nothing is updated."""
     copied = copy_with_results(model)
     if policy.level in (Level.O2, Level.O3):
         decorate(copied, None, replace(policy, master="none"))

@@ -9,10 +9,8 @@ from mezzo.advising.findings import LintFinding
 from mezzo.advising.lint_subject import Subject
 from mezzo.policy.types import Level
 
-Found = Iterator[LintFinding]
 
-
-def clip_before_unscale(subject: Subject) -> Found:
+def clip_before_unscale(subject: Subject) -> Iterator[LintFinding]:
     """Find gradients that are clipped while they are still multiplied by the loss scale."""
     if subject.loop is None or not subject.loop.clips_of_scaled:
         return
@@ -29,7 +27,7 @@ def clip_before_unscale(subject: Subject) -> Found:
     )
 
 
-def backward_in_autocast(subject: Subject) -> Found:
+def backward_in_autocast(subject: Subject) -> Iterator[LintFinding]:
     """Find a backward pass that runs inside of autocast and in other dtypes for that."""
     if subject.loop is None or not subject.loop.backward_changes:
         return
@@ -47,7 +45,7 @@ def backward_in_autocast(subject: Subject) -> Found:
     )
 
 
-def scheduler_on_skip(subject: Subject) -> Found:
+def scheduler_on_skip(subject: Subject) -> Iterator[LintFinding]:
     """Find a scheduler that advances when the scaler skips an update."""
     if subject.loop is None or not subject.loop.steps_on_skip:
         return
@@ -64,7 +62,7 @@ def scheduler_on_skip(subject: Subject) -> Found:
     )
 
 
-def autocast_never_entered(subject: Subject) -> Found:
+def autocast_never_entered(subject: Subject) -> Iterator[LintFinding]:
     """Find a step meant for 16 bits whose products all run in float32."""
     if subject.loop is None or not subject.loop.ops.products:
         return

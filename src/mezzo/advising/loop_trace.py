@@ -65,7 +65,7 @@ class LoopTrace:
     """Whether a scheduler advanced when the update was skipped; None if that was not tried."""
 
 
-def observe(loop: Loop) -> LoopTrace:
+def trace_loop(loop: Loop) -> LoopTrace:
     """Run the user's step, up to three times, and restore all state after each.
 
     Once as it is; once with backward outside of autocast if it was inside, to compare the dtypes;

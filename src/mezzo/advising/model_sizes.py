@@ -134,7 +134,7 @@ def read_sizes(
         planned.master,
         tuple(weights),
         sum(buffer.row.numel * buffer.row.after.itemsize for buffer in buffers)
-        + sum(one.nbytes for one in others),
+        + sum(tensor.nbytes for tensor in others),
         sum(buffer.row.numel * torch.float32.itemsize for buffer in buffers if buffer.row.master),
         is_model,
     )

@@ -167,7 +167,7 @@ def _class_named(name: str) -> type[Optimizer]:
         for cls in vars(torch.optim).values()
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
-    by_lower = {one.lower(): found for one, found in known.items()}
+    by_lower = {name.lower(): found for name, found in known.items()}
     if name.lower() not in by_lower:
         raise PolicyError(unknown("optimizer", name, sorted(known)))
     return by_lower[name.lower()]

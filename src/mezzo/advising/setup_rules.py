@@ -18,7 +18,6 @@ from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.ema import EMA
 from mezzo.scaling.gradients import parameters
 
-Found = Iterator[LintFinding]
 _SHOWN = 4
 """Names that a finding lists; the others are counted."""
 _TENSOR_CORES = (7, 0)
@@ -29,7 +28,7 @@ _IDLE = 0.3
 """Utilisation below which a GPU waits for the host."""
 
 
-def float16_without_scaler(subject: Subject) -> Found:
+def float16_without_scaler(subject: Subject) -> Iterator[LintFinding]:
     """Find float16 training whose loss is not scaled."""
     if subject.dtype != torch.float16 or not subject.trains:
         return
@@ -49,7 +48,7 @@ def float16_without_scaler(subject: Subject) -> Found:
     )
 
 
-def scaler_with_bfloat16(subject: Subject) -> Found:
+def scaler_with_bfloat16(subject: Subject) -> Iterator[LintFinding]:
     """Find loss scaling in bfloat16, which has the range of float32."""
     if subject.dtype == torch.bfloat16 and subject.scales:
         yield LintFinding(
@@ -62,7 +61,7 @@ def scaler_with_bfloat16(subject: Subject) -> Found:
         )
 
 
-def half_optimizer_states(subject: Subject) -> Found:
+def half_optimizer_states(subject: Subject) -> Iterator[LintFinding]:
     """Find moments and other states of optimizers that are kept in 16 bits."""
     found = dict.fromkeys(half_states(subject.optimizers))
     if subject.loop is not None:
@@ -78,7 +77,7 @@ def half_optimizer_states(subject: Subject) -> Found:
         )
 
 
-def missing_masters(subject: Subject) -> Found:
+def missing_masters(subject: Subject) -> Iterator[LintFinding]:
     """Find 16-bit parameters that an optimizer updates without float32 masters."""
     names = {id(parameter): name for name, parameter in subject.model.named_parameters()}
     for optimizer in subject.optimizers:
@@ -123,7 +122,7 @@ def _without_masters(optimizer: str, where: str, subject: Subject) -> LintFindin
     )
 
 
-def parameters_in_no_optimizer(subject: Subject) -> Found:
+def parameters_in_no_optimizer(subject: Subject) -> Iterator[LintFinding]:
     """Find parameters that need gradients and that no optimizer has."""
     if not subject.optimizers:
         return
@@ -132,8 +131,8 @@ def parameters_in_no_optimizer(subject: Subject) -> Found:
     }
     missing = [
         name
-        for name, one in subject.model.named_parameters()
-        if one.requires_grad and id(one) not in held
+        for name, parameter in subject.model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in held
     ]
     if missing:
         yield LintFinding(
@@ -147,11 +146,11 @@ def parameters_in_no_optimizer(subject: Subject) -> Found:
         )
 
 
-def half_average(subject: Subject) -> Found:
+def half_average(subject: Subject) -> Iterator[LintFinding]:
     """Find a moving average of weights that is kept in 16 bits."""
     if subject.ema is None or isinstance(subject.ema, EMA):
         return
-    half = [name for name, one in _tensors(subject.ema) if one.dtype in HALF_DTYPES]
+    half = [name for name, tensor in _tensors(subject.ema) if tensor.dtype in HALF_DTYPES]
     if half:
         yield LintFinding(
             "16-bit-ema",
@@ -165,10 +164,10 @@ def half_average(subject: Subject) -> Found:
 
 def _tensors(ema: Any) -> Iterator[tuple[str, Tensor]]:
     named = ema.named_parameters() if isinstance(ema, nn.Module) else dict(ema).items()
-    yield from ((name, one) for name, one in named if isinstance(one, Tensor))
+    yield from ((name, tensor) for name, tensor in named if isinstance(tensor, Tensor))
 
 
-def unsupported_dtype(subject: Subject) -> Found:
+def unsupported_dtype(subject: Subject) -> Iterator[LintFinding]:
     """Find a 16-bit dtype that the device does not have."""
     if subject.dtype is None:
         return
@@ -183,7 +182,7 @@ def unsupported_dtype(subject: Subject) -> Found:
         )
 
 
-def slow_dtype(subject: Subject) -> Found:
+def slow_dtype(subject: Subject) -> Iterator[LintFinding]:
     """Find a 16-bit dtype that the device computes no faster than float32."""
     if subject.dtype is None:
         return
@@ -216,7 +215,7 @@ def _other_dtype(subject: Subject) -> str:
     return 'Switch it off: policy="O0". It saves memory only.'
 
 
-def little_gain(subject: Subject) -> Found:
+def little_gain(subject: Subject) -> Iterator[LintFinding]:
     """Find a model that spends too little time in products to be faster in 16 bits."""
     cost = subject.cost
     if cost is None or subject.dtype is None:
@@ -252,7 +251,7 @@ def _resources(cost: Any) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def half_softmax(subject: Subject) -> Found:
+def half_softmax(subject: Subject) -> Iterator[LintFinding]:
     """Find a softmax or a loss that runs in 16 bits."""
     seen: set[tuple[str, str]] = set()
     for half_op in (half for trace in subject.traces() for half in trace.half_ops):

@@ -11,7 +11,6 @@ from mezzo.advising.findings import LintFinding
 from mezzo.advising.lint_subject import Subject
 from mezzo.advising.op_trace import Product
 
-Found = Iterator[LintFinding]
 _MIN_SHARE = 0.01
 """Products with a smaller part of all operations are not worth a change."""
 _USEFUL = 1.02
@@ -46,7 +45,7 @@ def padded(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def matrix_sizes(subject: Subject) -> Found:
+def matrix_sizes(subject: Subject) -> Iterator[LintFinding]:
     """Find matrix products whose columns or inner size is not a multiple of 8 or 16."""
     to = multiple(subject)
     for product, where in _costly(subject, to):
@@ -72,7 +71,7 @@ def matrix_sizes(subject: Subject) -> Found:
         )
 
 
-def batch_size(subject: Subject) -> Found:
+def batch_size(subject: Subject) -> Iterator[LintFinding]:
     """Find products whose number of rows, which comes from the batch, is not a multiple."""
     to = multiple(subject)
     odd = [
@@ -99,7 +98,7 @@ def batch_size(subject: Subject) -> Found:
     )
 
 
-def channel_counts(subject: Subject) -> Found:
+def channel_counts(subject: Subject) -> Iterator[LintFinding]:
     """Find convolutions whose channels are not multiples of 8."""
     to = multiple(subject)
     if to is None:
@@ -128,7 +127,7 @@ def channel_counts(subject: Subject) -> Found:
         )
 
 
-def first_convolution(subject: Subject) -> Found:
+def first_convolution(subject: Subject) -> Iterator[LintFinding]:
     """Find a first convolution that reads images with 3 channels."""
     to = multiple(subject)
     for product, where in _costly(subject, to):
@@ -150,7 +149,7 @@ def first_convolution(subject: Subject) -> Found:
         return
 
 
-def channels_first(subject: Subject) -> Found:
+def channels_first(subject: Subject) -> Iterator[LintFinding]:
     """Find convolutions that read channels-first images on tensor cores."""
     if multiple(subject) is None or not any(
         isinstance(module, nn.Conv2d) for module in subject.model.modules()

@@ -18,7 +18,7 @@ from mezzo.autocasting.float32_kernels import register_float32_kernels
 from mezzo.autocasting.op_table import make_table
 from mezzo.autocasting.regions import Region
 from mezzo.autocasting.table_lookup import EXPORT_KEY, PolicyTable
-from mezzo.policy.decide import effective_lists, resolve
+from mezzo.policy.decide import effective_lists, resolve_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.registry import registry
 from mezzo.policy.types import Cache, Level, Rule
@@ -135,7 +135,7 @@ def region_for(
     """
     if not enabled:
         return Region(device, False, policy.dtype, cache_enabled)
-    dtype = resolve(policy, hardware(device)).dtype
+    dtype = resolve_dtype(policy, hardware(device)).dtype
     if dtype is None:
         return Region(device, False, None, cache_enabled)
     if _casts_nothing(policy, dtype, device, registry().generation):
@@ -187,7 +187,7 @@ def _table(
 
 def policy_of(region: Region) -> Policy | None:
     """Return the policy of a region with a table; None if torch's own lists are its policy."""
-    return region.owner.policy if isinstance(region.owner, PolicyTable) else None
+    return None if region.table is None else region.table.policy
 
 
 def without_torch_autocast(region: Region) -> Region:

@@ -20,15 +20,14 @@ from mezzo.autocasting.arguments import PolicyArg, region_for, resolve_call
 from mezzo.autocasting.dynamo import dynamo_constant
 from mezzo.autocasting.module_rules import ModuleRuleBinding, Precision, plan_modules
 from mezzo.autocasting.regions import (
-    Entered,
+    EnteredRegion,
     Region,
-    Traced,
+    TracedRegion,
     enter,
     enter_traced,
     leave,
     leave_traced,
 )
-from mezzo.autocasting.table_lookup import PolicyTable
 from mezzo.autocasting.wrappers import wrap_function
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Rule
@@ -109,7 +108,7 @@ class autocast:  # noqa: N801 - torch's spelling
         if self._binding is not None:
             self._binding.__enter__()
         # By thread: several may be inside one instance, and each restores its own state.
-        entered: Entered | Traced
+        entered: EnteredRegion | TracedRegion
         if is_dynamo_compiling():
             thread, entered = _TRACED, enter_traced(self._region)
         else:
@@ -139,12 +138,12 @@ class autocast:  # noqa: N801 - torch's spelling
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the policy: its table of cast actions exists in one process only."""
-        return _rebuild, (replace(self._region, owner=None), self._policy, self._model)
+        return _rebuild, (replace(self._region, table=None), self._policy, self._model)
 
 
 def _rebuild(region: Region, policy: Policy, model: nn.Module | None) -> autocast:
     copy = autocast.__new__(autocast)
-    if region.key:
+    if region.table_key:
         region = region_for(policy, region.device, cache_enabled=region.cache_enabled)
     copy._region, copy._policy, copy._model, copy._entered = region, policy, model, {}
     copy._binding = bind_module_rules(policy, region, model) if policy.modules else None
@@ -160,8 +159,8 @@ def _encoded_region(*call: Any) -> str:
             "Module rules cannot be bound in compiled code. Enter the region around the compiled"
             " function, not inside it."
         )
-    if isinstance(region.owner, PolicyTable):
-        region.owner.keep_alive()
+    if region.table is not None:
+        region.table.keep_alive()
     return region.encode()
 
 
@@ -188,7 +187,7 @@ def bind_module_rules(
             " autocast(policy, model=model)."
         )
     dtype = region.computes_in
-    off = Region(region.device, False, region.dtype, region.cache_enabled, from_module_rule=True)
+    off = replace(region.disabled(), from_module_rule=True)
     half = replace(
         region_for(Policy(Level.O3, dtype, on_unsupported=policy.on_unsupported), region.device),
         from_module_rule=True,

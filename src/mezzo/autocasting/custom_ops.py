@@ -110,7 +110,7 @@ def _wrap(op: str, function: Callable[P, R]) -> Callable[P, R]:
         if device is None or not _has_autocast(device) or not torch.is_autocast_enabled(device):
             return function(*args, **kwargs)
         mode = active_mode(device)
-        key = mode.key if mode is not None and mode.key else default_key
+        key = mode.table_key if mode is not None and mode.table_key else default_key
         result: R
         if is_dynamo_compiling():
             rule = rule_of(key, wrapper)

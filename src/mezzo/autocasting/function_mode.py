@@ -51,14 +51,14 @@ _DTYPE = Tensor.dtype
 class AutocastMode(TorchFunctionMode):
     """Apply the cast actions of one table to tensors of one device type."""
 
-    def __init__(self, device: str, key: str) -> None:
+    def __init__(self, device: str, table_key: str) -> None:
         super().__init__()
         self.device = device
-        self.key = key
+        self.table_key = table_key
 
-    def use_table(self, key: str) -> str:
+    def use_table(self, table_key: str) -> str:
         """Use the table with this key; return the key of the one before."""
-        before, self.key = self.key, key
+        before, self.table_key = self.table_key, table_key
         return before
 
     # Both are created on first use in eager mode. Compiled code does not use them, and would guard
@@ -78,7 +78,7 @@ class AutocastMode(TorchFunctionMode):
     ) -> Any:
         if is_dynamo_compiling():
             return self._trace(func, args, kwargs or {})
-        action = TABLES[self.key].get(func)
+        action = TABLES[self.table_key].get(func)
         # torch's autocast state decides: a disabled torch region inside disables this mode too.
         if action is None or not _is_enabled(self.device):
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -205,7 +205,7 @@ class AutocastMode(TorchFunctionMode):
     # -- Compiled code -----------------------------------------------------------------------------
 
     def _trace(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        rule = table_lookup.rule_of(self.key, func)
+        rule = table_lookup.rule_of(self.table_key, func)
         if rule is None or not torch.is_autocast_enabled(self.device):
             # Called as a method: dynamo does not trace the `super()` inside this one.
             return (
@@ -218,12 +218,12 @@ class AutocastMode(TorchFunctionMode):
                 return decomposed_traced(func)(*args, **kwargs)
         if rule == "wrap":
             return self._trace_wrapped(func, args, kwargs)
-        return apply_rule_traced(self.key, self.device, rule, func, args, kwargs)
+        return apply_rule_traced(self.table_key, self.device, rule, func, args, kwargs)
 
     def _trace_wrapped(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         before = permit_mode_changes(True)
         # Looked up again: dynamo reads the permission when it first meets the operator.
-        operator = getattr(torch.ops.higher_order, table_lookup.operator_of(self.key, func))
+        operator = getattr(torch.ops.higher_order, table_lookup.operator_of(self.table_key, func))
         try:
             return operator(under_mode(self, args[0]), *args[1:], **kwargs)
         finally:
@@ -292,7 +292,7 @@ def _has_float32_exempt(action: CastAction, device: str, args: Args, kwargs: Kwa
     return any(is_castable(value, device) and value.dtype is torch.float32 for value in values)
 
 
-# -- The same decisions in compiled code: strings and constants instead of objects -----------------
+# -- The same decisions in compiled code: strings and constants instead of a `CastAction` ----------
 
 
 def apply_rule_traced(
@@ -309,38 +309,39 @@ def apply_rule_traced(
     `inner` is called instead of `func` if it is passed; `func` is the key in the table.
     """
     call = func if inner is None else inner
-    if _has_explicit_result(key, func, args, kwargs):
+    if _has_explicit_result_traced(key, func, args, kwargs):
         return call(*args, **kwargs)
-    if table_lookup.has_conditions(key, func) and _meets_condition(key, func, args, kwargs):
+    if table_lookup.has_conditions(key, func) and _meets_condition_traced(key, func, args, kwargs):
         rule = "full"
-    dtype = _dtype(key, device, rule, func, args, kwargs)
+    dtype = _dtype_traced(key, device, rule, func, args, kwargs)
     if dtype is torch.float32:
-        args = tuple([_cast_value(value, device, dtype) for value in args])
-        kwargs = {name: _cast_value(value, device, dtype) for name, value in kwargs.items()}
+        args = tuple([_cast_value_traced(value, device, dtype) for value in args])
+        kwargs = {name: _cast_value_traced(value, device, dtype) for name, value in kwargs.items()}
     elif dtype is not None:
         args = tuple(
             [
                 value
                 if table_lookup.is_exempt(key, func, position)
-                else _cast_value(value, device, dtype)
+                else _cast_value_traced(value, device, dtype)
                 for position, value in enumerate(args)
             ]
         )
         kwargs = {
             name: value
             if table_lookup.is_exempt(key, func, name)
-            else _cast_value(value, device, dtype)
+            else _cast_value_traced(value, device, dtype)
             for name, value in kwargs.items()
         }
         if table_lookup.computes_in_float32(key, func) and _has_float32_exempt_traced(
             key, device, func, args, kwargs
         ):
-            args = tuple([_cast_value(value, device, torch.float32) for value in args])
+            args = tuple([_cast_value_traced(value, device, torch.float32) for value in args])
             kwargs = {
-                name: _cast_value(value, device, torch.float32) for name, value in kwargs.items()
+                name: _cast_value_traced(value, device, torch.float32)
+                for name, value in kwargs.items()
             }
-            return cast(_call(key, device, func, call, args, kwargs), dtype)
-    return _call(key, device, func, call, args, kwargs)
+            return cast(_call_traced(key, device, func, call, args, kwargs), dtype)
+    return _call_traced(key, device, func, call, args, kwargs)
 
 
 def decomposed_traced(func: Function) -> Function:
@@ -349,7 +350,9 @@ def decomposed_traced(func: Function) -> Function:
     return copy
 
 
-def _call(key: str, device: str, func: Function, call: Function, args: Args, kwargs: Kwargs) -> Any:
+def _call_traced(
+    key: str, device: str, func: Function, call: Function, args: Args, kwargs: Kwargs
+) -> Any:
     if not table_lookup.disables_torch_autocast(key, func):
         return call(*args, **kwargs)
     with torch_autocast(
@@ -371,7 +374,7 @@ def _has_float32_exempt_traced(
     return len(in_float32) > 0
 
 
-def _has_explicit_result(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
+def _has_explicit_result_traced(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
     """Return whether a call has an explicit output or dtype, or writes into its input."""
     if kwargs.get("out") is not None:
         return True
@@ -392,7 +395,7 @@ def _has_explicit_result(key: str, func: Function, args: Args, kwargs: Kwargs) -
     return any(in_place)
 
 
-def _meets_condition(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
+def _meets_condition_traced(key: str, func: Function, args: Args, kwargs: Kwargs) -> bool:
     plain: list[tuple[int | str, Any]] = [
         (position, value)
         for position, value in enumerate(args)
@@ -407,7 +410,7 @@ def _meets_condition(key: str, func: Function, args: Args, kwargs: Kwargs) -> bo
     return any(met) or table_lookup.is_condition_by_default(key, func, len(args), " ".join(kwargs))
 
 
-def _dtype(
+def _dtype_traced(
     key: str, device: str, rule: str, func: Function, args: Args, kwargs: Kwargs
 ) -> torch.dtype | None:
     if rule == "half":
@@ -438,9 +441,9 @@ def _dtype(
     return reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def _cast_value(value: Any, device: str, dtype: torch.dtype) -> Any:
+def _cast_value_traced(value: Any, device: str, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return cast(value, dtype) if is_castable(value, device) else value
     if type(value) in (list, tuple):
-        return type(value)([_cast_value(item, device, dtype) for item in value])
+        return type(value)([_cast_value_traced(item, device, dtype) for item in value])
     return value

@@ -24,6 +24,10 @@ from mezzo.policy.types import Rule
 Forward = Callable[..., Any]
 
 
+WRAPPED_FORWARD, RULED_FORWARD = "mezzo_wrapped_forward", "mezzo_ruled_forward"
+"""Attributes of the forwards of decorated models and of module rules: the forward below them."""
+
+
 def replace_forward(
     module: nn.Module, mark: str, make: Callable[[Forward, bool], Forward]
 ) -> Callable[[], None]:
@@ -171,7 +175,7 @@ class _SharedForward:
         self.in_thread = _ThreadPrecision()
         self.in_all_threads: Precision | None = None
         """Precision in threads without a rule for the module."""
-        self._restore = replace_forward(module, "mezzo_original", self._make)
+        self._restore = replace_forward(module, RULED_FORWARD, self._make)
         module.__dict__["forward"].__func__.mezzo_shared = self
 
     @classmethod

@@ -26,7 +26,7 @@ from mezzo._errors import UnsupportedError
 from mezzo._torch import CompileContext, function_mode_at, function_mode_count
 from mezzo.autocasting.dynamo import dynamo_constant, skip_frame
 from mezzo.autocasting.function_mode import AutocastMode, active_mode
-from mezzo.autocasting.table_lookup import register_with_dynamo
+from mezzo.autocasting.table_lookup import PolicyTable, register_with_dynamo
 from mezzo.autocasting.weight_cache import CacheInfo, WeightCache
 
 
@@ -40,10 +40,10 @@ class Region:
     """None for the dtype that torch has set for the device when the region is entered."""
     cache_enabled: bool | None
     """Whether to use torch's weight cache; None leaves its setting unchanged."""
-    key: str = ""
+    table_key: str = ""
     """Key of the table of cast actions; empty if torch's own lists are the policy."""
-    owner: object = field(default=None, compare=False, repr=False)
-    """Reference that keeps the table alive."""
+    table: PolicyTable | None = field(default=None, compare=False, repr=False)
+    """The table, which lives as long as regions hold it; None without one, and in compiled code."""
     from_module_rule: bool = False
     """Whether a module rule entered the region. If it is disabled, the rules of modules inside
     still apply, unlike in a region that the user disabled."""
@@ -53,6 +53,10 @@ class Region:
         """The dtype, or the one that torch has set for the device now."""
         return torch.get_autocast_dtype(self.device) if self.dtype is None else self.dtype
 
+    def disabled(self) -> Region:
+        """Return the same region with autocast off."""
+        return Region(self.device, False, self.dtype, self.cache_enabled)
+
     def encode(self) -> str:
         """Return the region as a string, which compiled code can use without guards."""
         return _SEPARATOR.join(
@@ -60,7 +64,7 @@ class Region:
                 self.device,
                 str(self.enabled),
                 "" if self.dtype is None else dtype_name(self.dtype),
-                self.key,
+                self.table_key,
             ]
         )
 
@@ -75,7 +79,7 @@ _SEPARATOR = "\x1f"
 
 
 @dataclass(slots=True)
-class Entered:
+class EnteredRegion:
     """A region that a thread is in, and the state that `leave` restores."""
 
     region: Region
@@ -86,24 +90,24 @@ class Entered:
     cache_before: bool
     mode: AutocastMode | None
     mode_pushed: bool
-    key_before: str
+    table_key_before: str
     """Key that the mode had, if the region did not push it."""
 
-    def inherit_cache(self, outer: Entered) -> None:
+    def inherit_cache(self, outer: EnteredRegion) -> None:
         """Restore torch's cache setting in place of an outer region that was left first."""
         self.cache_before = outer.cache_before
 
-    def inherit_autocast(self, outer: Entered) -> None:
+    def inherit_autocast(self, outer: EnteredRegion) -> None:
         """Restore the state of the device in place of an outer region that was left first."""
         self.enabled_before = outer.enabled_before
         if outer.dtype_before is not None:
             self.dtype_before = outer.dtype_before
         if outer.mode is not None:
             self.mode, self.mode_pushed = outer.mode, outer.mode_pushed
-            self.key_before = outer.key_before
+            self.table_key_before = outer.table_key_before
 
 
-class _Stack(list[Entered]):
+class _Stack(list[EnteredRegion]):
     """The regions that a thread is in, innermost last; a class to be weakly referenced."""
 
 
@@ -126,15 +130,15 @@ _thread = _Thread()
 
 
 @skip_frame
-def enter(region: Region) -> Entered:
+def enter(region: Region) -> EnteredRegion:
     """Enter a region in this thread; return what `leave` needs."""
     device, dtype = region.device, region.dtype
     before = torch.get_autocast_dtype(device)
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
-    mode = _push_mode(region) if region.key or function_mode_count() else _NO_MODE
+    mode = _push_mode(region) if region.table_key or function_mode_count() else _NO_MODE
     enabled = torch.is_autocast_enabled(device)
-    entered = Entered(region, dtype or before, enabled, changed, cached, *mode)
+    entered = EnteredRegion(region, dtype or before, enabled, changed, cached, *mode)
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
         torch.set_autocast_dtype(device, dtype)
@@ -155,7 +159,7 @@ def enter(region: Region) -> Entered:
 
 
 @skip_frame
-def leave(entered: Entered) -> None:
+def leave(entered: EnteredRegion) -> None:
     """Restore the state before `enter`."""
     stack, dtype = _thread.stack, entered.dtype_before
     if _thread.exporting and _thread.outer_metadata:
@@ -172,10 +176,10 @@ def leave(entered: Entered) -> None:
         torch.set_autocast_dtype(entered.region.device, dtype)
     torch.set_autocast_cache_enabled(entered.cache_before)
     if entered.mode is not None:
-        _pop_mode(entered.mode, entered.key_before, pushed=entered.mode_pushed)
+        _pop_mode(entered.mode, entered.table_key_before, pushed=entered.mode_pushed)
 
 
-def _hand_over(stack: _Stack, left: Entered) -> None:
+def _hand_over(stack: _Stack, left: EnteredRegion) -> None:
     """Leave a region that is not the innermost: the next one restores what it would have restored.
 
     This happens to a suspended generator, and if `enable_autocast` was called inside the region.
@@ -211,7 +215,7 @@ def exporting() -> Iterator[None]:
         _thread.exporting = before
 
 
-NOTE = "mezzo_region"
+REGION_NOTE = "mezzo_region"
 """Metadata of exported nodes inside a region, which `convert` reads: their precision is fixed."""
 
 
@@ -219,7 +223,7 @@ def _mark_exported_nodes() -> None:
     # `current_meta` is looked up in its module: torch replaces it when it starts to trace.
     _thread.outer_metadata.append(traceback.current_meta.get("custom"))
     custom = traceback.current_meta.get("custom") or {}
-    traceback.current_meta["custom"] = {**custom, NOTE: True}
+    traceback.current_meta["custom"] = {**custom, REGION_NOTE: True}
 
 
 # Replaced when the hooks are installed.
@@ -236,13 +240,13 @@ def _push_mode(region: Region) -> tuple[AutocastMode | None, bool, str]:
         region = export_region(region)
     mode = active_mode(region.device)
     if mode is None:
-        if not region.key:
+        if not region.table_key:
             return _NO_MODE
         register_with_dynamo()
-        mode = AutocastMode(region.device, region.key)
+        mode = AutocastMode(region.device, region.table_key)
         mode.__enter__()
         return mode, True, ""
-    return mode, False, mode.use_table(region.key)
+    return mode, False, mode.use_table(region.table_key)
 
 
 def _pop_mode(mode: AutocastMode, key: str, *, pushed: bool) -> None:
@@ -267,13 +271,13 @@ def _another_dtype_elsewhere(dtype: torch.dtype) -> bool:
 
 
 @dataclass(slots=True)
-class Traced:
+class TracedRegion:
     """A region that compiled code has entered: torch's own region, and the mode."""
 
     native: Any
     mode: AutocastMode | None
     pushed: bool
-    key: str
+    table_key: str
 
 
 @contextmanager
@@ -287,7 +291,7 @@ def _native(device: str, dtype: torch.dtype, enabled: bool) -> Iterator[None]:  
         yield
 
 
-def enter_traced(region: Region) -> Traced:
+def enter_traced(region: Region) -> TracedRegion:
     """Enter a region in code that dynamo traces."""
     if is_exporting():
         raise UnsupportedError(
@@ -298,14 +302,14 @@ def enter_traced(region: Region) -> Traced:
     mode, pushed, key = _push_mode(region)
     native = _native(region.device, region.computes_in, region.enabled)
     native.__enter__()
-    return Traced(native, mode, pushed, key)
+    return TracedRegion(native, mode, pushed, key)
 
 
-def leave_traced(traced: Traced) -> None:
+def leave_traced(traced: TracedRegion) -> None:
     """Leave a region in code that dynamo traces."""
     traced.native.__exit__(None, None, None)
     if traced.mode is not None:
-        _pop_mode(traced.mode, traced.key, pushed=traced.pushed)
+        _pop_mode(traced.mode, traced.table_key, pushed=traced.pushed)
 
 
 def in_region() -> bool:
@@ -341,8 +345,8 @@ def current_regions() -> tuple[Region, ...]:
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
             region.cache_enabled,
-            region.key,
-            region.owner,
+            region.table_key,
+            region.table,
             region.from_module_rule,
         )
         for device, region in innermost.items()
@@ -366,7 +370,7 @@ class enter_regions:  # noqa: N801 - a function in all but state: `with enter_re
 
     def __init__(self, *regions: Region) -> None:
         self._regions = regions
-        self._entered: list[Entered | Traced] = []
+        self._entered: list[EnteredRegion | TracedRegion] = []
 
     @skip_frame
     def __enter__(self) -> None:
@@ -377,7 +381,7 @@ class enter_regions:  # noqa: N801 - a function in all but state: `with enter_re
     def __exit__(self, *_: object) -> None:
         for _region in self._regions:
             entered = self._entered.pop()
-            if isinstance(entered, Traced):
+            if isinstance(entered, TracedRegion):
                 leave_traced(entered)
             else:
                 leave(entered)

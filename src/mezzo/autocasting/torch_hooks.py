@@ -159,7 +159,7 @@ def _when_imported(private: str, hook: Callable[[ModuleType, str], None]) -> Non
 
 def _has_table() -> bool:
     """Return whether the policy of a current region overrides torch's op lists."""
-    return any(region.key and region.enabled for region in current_regions())
+    return any(region.table_key and region.enabled for region in current_regions())
 
 
 def _hook_checkpoint() -> None:

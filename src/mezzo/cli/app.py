@@ -345,7 +345,7 @@ def explain(
         return
     typer.echo(str(summary))
     if target is not None and not is_factory:
-        typer.echo(explaining.device_note(device))
+        typer.echo(explaining.conditions_note(device, inputs or ()))
 
 
 @app.command(epilog="Example: mezzo convert train:make_model -o model.pt2 --dtype float16")

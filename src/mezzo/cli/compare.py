@@ -67,7 +67,7 @@ class Options:
             raise PolicyError(f"--preset {preset!r} is no size. {choices(Preset)}")
         if data is not None and not data.is_dir():
             raise MezzoError(f"There is no folder {str(data)!r} for --data.")
-        names = [one.strip() for one in (modes or "").split(",") if one.strip()]
+        names = [name.strip() for name in (modes or "").split(",") if name.strip()]
         chosen = tuple(Mode.parse(name).value for name in names) or None
         return cls(Preset(preset), data, chosen, dtype, device, steps, rounds)
 

@@ -14,7 +14,7 @@ import mezzo
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._hardware import hardware
 from mezzo.cli.factory import load_setup, sample_arguments, user_code
-from mezzo.policy.decide import Decision, Resolved, resolve_quietly
+from mezzo.policy.decide import Decision, ResolvedDtype, resolve_dtype_quietly
 from mezzo.policy.policy import Policy
 from mezzo.prepare.kept_results import copy_with_results
 
@@ -58,7 +58,7 @@ class PolicySummary:
 
     policy: Policy
     device: str
-    resolved: Resolved
+    resolved: ResolvedDtype
     ops: Mapping[str, Sequence[str]]
     """Names of the ops by rule."""
 
@@ -96,7 +96,7 @@ def explain_policy(policy: Policy, device: str | None) -> PolicySummary:
     for op in mezzo.ops(policy, device=device):
         ops.setdefault(op.rule, []).append(op.name)
     by_number = dict(sorted(ops.items(), key=lambda item: len(item[1])))
-    return PolicySummary(policy, facts.device, resolve_quietly(policy, facts), by_number)
+    return PolicySummary(policy, facts.device, resolve_dtype_quietly(policy, facts), by_number)
 
 
 def decision_data(decision: Decision) -> dict[str, Any]:
@@ -109,13 +109,16 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     }
 
 
-def device_note(device: str | None) -> str:
-    """Return the device that an op was explained for, as a sentence."""
+def conditions_note(device: str | None, inputs: Sequence[str]) -> str:
+    """Return the inputs and the device that an op was explained for, and how to pass others."""
     facts = hardware(device)
+    what = "on" if inputs else "for float32 inputs on"
     if facts.absent is not None:
-        return f"That is on {facts.device}, which this machine does not have: {facts.absent}."
-    hint = " Pass --device cuda for a GPU." if device is None and facts.device == "cpu" else ""
-    return f"That is on {facts.device}, {facts.name}.{hint}"
+        return f"That is {what} {facts.device}, which this machine does not have: {facts.absent}."
+    hint = "" if inputs else " Pass --input bfloat16 for 16-bit ones."
+    if device is None and facts.device == "cpu":
+        hint += " Pass --device cuda for a GPU."
+    return f"That is {what} {facts.device}, {facts.name}.{hint}"
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -14,7 +14,7 @@ from mezzo._errors import MezzoError, PolicyError
 from mezzo._hardware import hardware
 from mezzo.cli.console import FOUND, fail, print_json
 from mezzo.cli.explain import parse_policy
-from mezzo.policy.decide import resolve_quietly
+from mezzo.policy.decide import resolve_dtype_quietly
 from mezzo.policy.parse import format_toml
 from mezzo.policy.policy import Policy
 
@@ -105,8 +105,8 @@ def diff(
     if as_json:
         print_json(
             {
-                "fields": {name: [one, other] for name, one, other in found.fields},
-                "ops": {name: [one, other] for name, one, other in found.ops},
+                "fields": {name: [first, second] for name, first, second in found.fields},
+                "ops": {name: [first, second] for name, first, second in found.ops},
             }
         )
     else:
@@ -145,7 +145,7 @@ def _check(file: Path, device: str | None) -> dict[str, Any]:
     except MezzoError as error:
         return {"file": str(file), "valid": False, "error": str(error), "note": ""}
     facts = hardware(device)
-    resolved = resolve_quietly(policy, facts)
+    resolved = resolve_dtype_quietly(policy, facts)
     dtype = "float32" if resolved.dtype is None else dtype_name(resolved.dtype)
     note = f"{policy.level.value} on {facts.device}: {dtype}, {resolved.reason}"
     return {"file": str(file), "valid": True, "error": None, "note": note}

@@ -109,7 +109,7 @@ class ScriptObserver:
         if self.run is not None:
             with suppress(MezzoError):
                 self._lint(self.run)
-            self.run._write([UnobservedRecord(what=one) for one in self._unobserved(self.run)])
+            self.run._write([UnobservedRecord(what=what) for what in self._unobserved(self.run)])
             self.run.stop(reason)
             return
         writer = LogWriter(log_path(self._log, self._ranks.rank, self._ranks.size), _LARGE)
@@ -255,8 +255,8 @@ class ScriptObserver:
 def _adder(objects: WeakValueDictionary[int, Any]) -> Callable[[Any], None]:
     numbers = count()
 
-    def add(one: Any) -> None:
-        objects[next(numbers)] = one
+    def add(created: Any) -> None:
+        objects[next(numbers)] = created
 
     return add
 
@@ -285,8 +285,8 @@ def _is_compiled(module: Any) -> bool:
     Its ops can only be counted eagerly, where they round and draw random numbers differently.
     """
     return isinstance(module, nn.Module) and any(
-        uncompiled(one) is not one or one._compiled_call_impl is not None
-        for one in module.modules()
+        uncompiled(part) is not part or part._compiled_call_impl is not None
+        for part in module.modules()
     )
 
 
@@ -309,7 +309,7 @@ def _count_ops(run: Run, module: nn.Module) -> None:
         handles.close()
         stats.stop()
         rows = tuple(asdict(row) for row in stats.rows)
-        run._write([OpsRecord(step=run._number, time=run._time(), rows=rows)])
+        run._write([OpsRecord(step=run._step_number, time=run._time(), rows=rows)])
 
     handles.callback(module.register_forward_pre_hook(ModuleHook(start)).remove)
 

@@ -57,7 +57,7 @@ def load_workload(name: str, preset: Preset, data: Path | None = None) -> Worklo
     if data is None:
         return _MAKERS[name](preset)
     if name not in _TAKES_DATA:
-        others = " and ".join(f"{one} ({what})" for one, what in _TAKES_DATA.items())
+        others = " and ".join(f"{name} ({what})" for name, what in _TAKES_DATA.items())
         raise PolicyError(
             f"--data {data}: the workload {name} has synthetic data only. Leave --data out; it is"
             f" for {others}."

@@ -57,8 +57,8 @@ def _time_bars(comparison: Comparison) -> Figure | None:
     ]
     ratios = [comparison.speedup(mode.mode) for mode in modes]
     texts = [
-        f"{one.milliseconds:.3g} ms{f' · {ratio:.2f} ×' if ratio else ''}"
-        for one, ratio in zip(modes, ratios, strict=True)
+        f"{mode.milliseconds:.3g} ms{f' · {ratio:.2f} ×' if ratio else ''}"
+        for mode, ratio in zip(modes, ratios, strict=True)
     ]
     return _bars(modes, [rounded(mode.milliseconds) for mode in modes], texts, "ms")
 

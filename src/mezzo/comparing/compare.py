@@ -166,7 +166,9 @@ class _Run:
         advance = self._advance(f"train {self._steps} steps in {mode}", self._steps)
         result, training = train(mode, self._setting, self._batches, self._steps, advance)
         if mode is Mode.FLOAT32 and Mode.CONVERTED in self._modes:
-            self._weights = {name: one.cpu() for name, one in training.model.state_dict().items()}
+            self._weights = {
+                name: weight.cpu() for name, weight in training.model.state_dict().items()
+            }
         return result
 
     def time_all(self) -> None:

@@ -187,6 +187,6 @@ def _smaller_map(inputs: int, outputs: int) -> nn.Sequential:
 def join_predictions(predictors: nn.ModuleList, maps: Sequence[Tensor], values: int) -> Tensor:
     """Return the predictions of all feature maps, [batch, anchors, values]."""
     pairs = zip(predictors, maps, strict=True)
-    rows = [predictor(one).permute(0, 2, 3, 1).flatten(1) for predictor, one in pairs]
+    rows = [predictor(features).permute(0, 2, 3, 1).flatten(1) for predictor, features in pairs]
     joined: Tensor = torch.cat(rows, 1).unflatten(1, (-1, values))
     return joined

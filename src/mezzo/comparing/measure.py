@@ -146,8 +146,8 @@ def count_step(training: Training, batch: Batch) -> tuple[int, int]:
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         training(batch)
-    for one in (*training.model.parameters(), *training.model.buffers()):
-        saved.pop(one.untyped_storage().data_ptr(), None)
+    for tensor in (*training.model.parameters(), *training.model.buffers()):
+        saved.pop(tensor.untyped_storage().data_ptr(), None)
     return sum(counts.of("_to_copy").values()), sum(saved.values())
 
 

@@ -66,7 +66,7 @@ def write_comparison(
 
 def render(comparisons: Sequence[Comparison], stored: tuple[Comparison, ...]) -> str:
     """Return the page about comparisons."""
-    parts = [_part(number, one, stored) for number, one in enumerate(comparisons, 1)]
+    parts = [_part(number, comparison, stored) for number, comparison in enumerate(comparisons, 1)]
     names = ", ".join(dict.fromkeys(comparison.workload for comparison in comparisons))
     return render_page(
         asset("mezzo.comparing", "page.html"),

@@ -47,7 +47,7 @@ def read_results(path: Path) -> tuple[Comparison, ...]:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return tuple(_result(one) for one in (data if isinstance(data, list) else [data]))
+        return tuple(_result(entry) for entry in (data if isinstance(data, list) else [data]))
     except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError) as error:
         problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise MezzoError(

@@ -98,13 +98,21 @@ def _in_counterpart(name: str, counterpart: ModuleType | None) -> str:
     """Name the member of a torch module that has this name, in any case (`Conv2D`)."""
     if counterpart is None:
         return ""
-    public = {one.lower(): one for one in reversed(dir(counterpart)) if not one.startswith("_")}
+    public = {
+        attribute.lower(): attribute
+        for attribute in reversed(dir(counterpart))
+        if not attribute.startswith("_")
+    }
     match = name if name in public.values() else public.get(name.lower())
     return f"Use {counterpart.__name__}.{match}." if match else ""
 
 
 def _similar(module_name: str, name: str) -> str:
-    names = [one for one in dir(sys.modules.get(module_name)) if not one.startswith("_")]
+    names = [
+        attribute
+        for attribute in dir(sys.modules.get(module_name))
+        if not attribute.startswith("_")
+    ]
     suggestion = nearest(name, names).strip()
     return f"{suggestion} " if suggestion else ""
 

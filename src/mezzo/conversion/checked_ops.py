@@ -165,7 +165,10 @@ def _division(op: Any) -> Callable[..., Any]:
         tensors = [operand for operand in (self, other) if isinstance(operand, torch.Tensor)]
         dtype = reduce(
             torch.promote_types,
-            [one.dtype for one in [tensor for tensor in tensors if tensor.dim()] or tensors],
+            [
+                operand.dtype
+                for operand in [tensor for tensor in tensors if tensor.dim()] or tensors
+            ],
         )
         if (
             rounding_mode == "trunc"

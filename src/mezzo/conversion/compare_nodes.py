@@ -214,7 +214,7 @@ class _NodeRunner:
             [None if isinstance(value, nn.Parameter) else value for value in flat]
         )
         self._interpreter.args_iter = iter(
-            [one if copy is None else copy for one, copy in zip(flat, copies, strict=True)]
+            [value if copy is None else copy for value, copy in zip(flat, copies, strict=True)]
         )
         self._remaining = iter(program.graph.nodes)
         self._names = {node.name for node in program.graph.nodes}

@@ -57,7 +57,7 @@ def fake_mode(module: GraphModule) -> FakeTensorMode | None:
 
 def infer(node: Node, mode: FakeTensorMode) -> Any:
     """Run one op on the fake tensors of its inputs."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    args, kwargs = map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     # Use torch's Python decompositions: in torch 2.11 the C++ ones call numel() on tensors with
     # dynamic sizes.
@@ -199,7 +199,7 @@ def _verify_inputs(node: Node) -> None:
 
 def _verify_results(node: Node, mode: FakeTensorMode) -> None:
     planned = dtypes_of(node.meta.get("val"))
-    if not any(one.is_floating_point for one in planned):
+    if not any(dtype.is_floating_point for dtype in planned):
         return
     try:
         inferred = dtypes_of(infer(node, mode))

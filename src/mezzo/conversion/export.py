@@ -26,8 +26,9 @@ from mezzo._torch import EXPORT_LOGGERS
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
-_WRAPPED_FORWARD = "mezzo_behind"
-"""Attribute of a decorated model's forward wrapper: the forward that it calls."""
+_WRAPPED_FORWARD = "mezzo_wrapped_forward"
+"""Attribute of a decorated model's forward wrapper: the forward that it calls. As
+`autocasting.module_rules.WRAPPED_FORWARD`, which is in another layer."""
 
 
 def export(model: nn.Module, args: Args, kwargs: Kwargs, dynamic_shapes: Any) -> ExportedProgram:

@@ -155,7 +155,7 @@ def _remove_in_place_ops(module: GraphModule) -> None:
 
 def _has_no_alias(names: list[Node]) -> bool:
     """Return whether a memory has no alias up to its last mutation; later views only read it."""
-    last = max(index for index, one in enumerate(names) if mutated_inputs(one))
+    last = max(index for index, name in enumerate(names) if mutated_inputs(name))
     producer, *others = names[: last + 1]
     return (
         producer.op == "call_function"
@@ -198,8 +198,14 @@ def _functional_overload(in_place: OpOverload[..., Any]) -> OpOverload[..., Any]
     functional = getattr(torch.ops.aten, name, None)
     overloads = [] if functional is None else functional.overloads()
     candidates = (getattr(functional, overload) for overload in overloads)
-    return next((one for one in candidates if _arguments(one) == _arguments(in_place)), None)
+    return next(
+        (candidate for candidate in candidates if _arguments(candidate) == _arguments(in_place)),
+        None,
+    )
 
 
 def _arguments(op: OpOverload[..., Any]) -> list[tuple[str, str, bool]]:
-    return [(one.name, str(one.type), one.kwarg_only) for one in op._schema.arguments]
+    return [
+        (argument.name, str(argument.type), argument.kwarg_only)
+        for argument in op._schema.arguments
+    ]

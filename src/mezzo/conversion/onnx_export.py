@@ -48,8 +48,8 @@ def export_each(
     paths = several if len(programs) > 1 else (target,)
     if any(torch.bfloat16 in _dtypes(exported) for exported in programs):
         _warn_about_bfloat16()
-    for exported, one in zip(programs, paths, strict=True):
-        export(exported, one, opset=opset)
+    for exported, target_path in zip(programs, paths, strict=True):
+        export(exported, target_path, opset=opset)
     return paths
 
 
@@ -231,7 +231,7 @@ def _write_large(onnx: Any, program: Any, path: Path) -> None:
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         program.save(Path(folder) / target.name, external_data=True)
         _check(onnx, str(Path(folder) / target.name))
-        for file in sorted(Path(folder).iterdir(), key=lambda one: one.name == target.name):
+        for file in sorted(Path(folder).iterdir(), key=lambda entry: entry.name == target.name):
             file.replace(target.parent / file.name)
 
 

@@ -17,7 +17,7 @@ from mezzo._hardware import hardware
 from mezzo._torch import OpOverload
 from mezzo.conversion.nodes import named_arguments, op_name
 from mezzo.policy import parse
-from mezzo.policy.decide import COMPOSED_OF, effective_lists, entry_of, resolve
+from mezzo.policy.decide import COMPOSED_OF, effective_lists, entry_of, resolve_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Conditional, Entry, OpLists, Rule
 
@@ -112,7 +112,7 @@ def read_options(
 ) -> ConvertOptions:
     """Check the arguments of `mezzo.convert`, and resolve the policy for a device type."""
     half_ops, full_ops, conditions = read_lists(half, full, conditional)
-    resolved = resolve(policy, hardware(device))
+    resolved = resolve_dtype(policy, hardware(device))
     return ConvertOptions(
         policy,
         resolved.dtype or torch.bfloat16,
@@ -224,7 +224,7 @@ def module_rule(
                 if selector.matches(path, modules[path])
             ]
             if matching:
-                *_, selector, rule = max(matching, key=lambda one: one[:2])
+                *_, selector, rule = max(matching, key=lambda found: found[:2])
                 return rule, f"the policy's rule for the module {selector.text!r} is {rule.value}"
     return None
 

@@ -268,7 +268,7 @@ def _with_device(graph: Any, device: torch.device | None) -> Any:
     if device is None:
         return graph
     if isinstance(graph, list):
-        return [_with_device(one, device) for one in graph]
+        return [_with_device(item, device) for item in graph]
     if not isinstance(graph, dict):
         return graph
     replacement = {"type": device.type, "index": device.index}

@@ -119,7 +119,7 @@ def _tensor_input(value: Any) -> TensorInput | None:
 
 def _has_mapping(value: Any) -> bool:
     return isinstance(value, dict) or (
-        isinstance(value, list | tuple) and any(_has_mapping(one) for one in value)
+        isinstance(value, list | tuple) and any(_has_mapping(item) for item in value)
     )
 
 

@@ -92,7 +92,9 @@ class _HigherOrderCall:
             if self._demanded(plans, index) == {half_dtype}
         }
         taken |= {(self.node, weight): half_dtype for weight in half_weights.values()}
-        return [one for plan in plans for one in _with_half_weights(plan, half_weights)], taken
+        return [
+            subgraph for plan in plans for subgraph in _with_half_weights(plan, half_weights)
+        ], taken
 
     def _plan_bodies(self) -> list[list[Subgraph]]:
         """Return each body's plan, with the plans of the graphs in it."""

@@ -175,7 +175,7 @@ def strip_metadata(program: Any) -> Any:
     A stack trace is reduced to the line that called the op.
     """
     if isinstance(program, list):
-        return [strip_metadata(one) for one in program]
+        return [strip_metadata(item) for item in program]
     if not isinstance(program, dict):
         return program
     return {
@@ -203,8 +203,8 @@ def _validate(value: Any, kind: Any, field: str, rules: Mapping[str, Rule]) -> A
         ]
     if origin is dict:
         return {
-            _text(name, f"{field}[]", rules): _validate(one, arguments[1], field, rules)
-            for name, one in _typed(value, dict, field).items()
+            _text(name, f"{field}[]", rules): _validate(item, arguments[1], field, rules)
+            for name, item in _typed(value, dict, field).items()
         }
     if dataclasses.is_dataclass(kind):
         return _validate_fields(_typed(value, dict, field), kind, field, rules)
@@ -223,10 +223,10 @@ def _validate_fields(
     if is_union and len(value) != 1:
         raise CheckpointError(f"{field} has {len(value)} values, and a union has one")
     fields = {}
-    for name, one in value.items():
+    for name, item in value.items():
         own = f"{kind.__name__}.{name}"
         fields[name] = _validate(
-            one, hints[name], f"{field}>{own}" if f"{field}>{own}" in rules else own, rules
+            item, hints[name], f"{field}>{own}" if f"{field}>{own}" in rules else own, rules
         )
     return kind.create(**fields) if is_union else kind(**fields)
 

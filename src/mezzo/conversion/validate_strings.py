@@ -241,7 +241,9 @@ def _is_power(arguments: list[ast.expr], depth: int) -> bool:
             small = _is_number(exponent) and abs(ast.literal_eval(exponent)) <= _LARGEST_POWER
             return (
                 small
-                and any(isinstance(one, ast.Name) and one.id == "Symbol" for one in ast.walk(base))
+                and any(
+                    isinstance(node, ast.Name) and node.id == "Symbol" for node in ast.walk(base)
+                )
                 and _is_expression(base, depth - 1)
             )
     return False
@@ -343,8 +345,8 @@ def _is_context(kind: str, registered: Any, context: Any) -> bool:
 
 def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, list):
-        for one in value:
-            yield from _flat(one)
+        for item in value:
+            yield from _flat(item)
     else:
         yield value
 

@@ -20,7 +20,7 @@ from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.gradients import parameters
 from mezzo.scaling.step_result import StepResult
-from mezzo.step.components import Scaler
+from mezzo.step.components import ScalerArg
 
 _accelerate = import_extra("accelerate", "accelerate")
 _optimizer = import_extra("accelerate.optimizer", "accelerate")
@@ -40,7 +40,7 @@ _REPLACED_HANDLERS = {
 
 
 def use(
-    accelerator: AcceleratorT, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any
+    accelerator: AcceleratorT, policy: PolicyArg = "O2", *, scaler: ScalerArg = None, **options: Any
 ) -> AcceleratorT:
     """Make an `Accelerator` train with a policy of mezzo, and return it.
 

@@ -23,7 +23,7 @@ from mezzo.integrations.precision import Optimizer, PrecisionPlugin, import_extr
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.gradients import parameters
-from mezzo.step.components import Scaler
+from mezzo.step.components import ScalerArg
 
 _USES_LIGHTNING = "lightning" in sys.modules or (
     "lightning_fabric" not in sys.modules and find_spec("lightning") is not None
@@ -59,7 +59,9 @@ class MezzoFabricPrecision(PrecisionPlugin, _plugins.Precision):  # type: ignore
     'mezzo-O2'
     """
 
-    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
+    def __init__(
+        self, policy: PolicyArg = "O2", *, scaler: ScalerArg = None, **options: Any
+    ) -> None:
         super().__init__(policy, scaler=scaler, **options)
         self._sharded: list[nn.Module] = []
         """Models that a strategy shards."""

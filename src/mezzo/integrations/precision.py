@@ -23,10 +23,10 @@ from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.decorate import decorate, undecorate
 from mezzo.prepare.decoration import Accumulating, all_decorated, decoration_of
-from mezzo.prepare.plan import Plan, PolicyArg
+from mezzo.prepare.plan import Plan, PolicyArg, input_dtype_of
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.base import Step
-from mezzo.step.components import Scaler, choose_scaler
+from mezzo.step.components import ScalerArg, choose_scaler
 
 Optimizer = torch.optim.Optimizer
 
@@ -64,7 +64,7 @@ class Precision:
     False
     """
 
-    def __init__(self, policy: PolicyArg, scaler: Scaler, options: dict[str, Any]) -> None:
+    def __init__(self, policy: PolicyArg, scaler: ScalerArg, options: dict[str, Any]) -> None:
         self.policy = policy
         fields = {name: options[name] for name in options if name not in _DECORATE_ONLY}
         self._parsed = Policy.parse(policy, **fields)
@@ -186,10 +186,8 @@ class Precision:
 
     def cast_inputs(self, data: Any) -> Any:
         """Cast inputs as the decorated model casts its own: at O3, and with some presets."""
-        plan = self.plan
-        if plan is None or not plan.converts or plan.casts_only_parameters or plan.dtype is None:
-            return data
-        return cast_all(data, plan.dtype, plan.device)
+        dtype = None if self.plan is None else input_dtype_of(self.plan)
+        return data if dtype is None else cast_all(data, dtype, self._device)
 
     def cast_outputs(self, data: Any) -> Any:
         """Cast outputs to float32, for code outside of the autocast region."""
@@ -295,7 +293,10 @@ _DECORATE_ONLY = (
 )
 """Arguments of `decorate` that are not fields of a policy alone."""
 
-_EXACT = (Master.AUTO, *(name for name, one in MASTER_FORMATS.items() if one.exact))
+_EXACT = (
+    Master.AUTO,
+    *(name for name, master_format in MASTER_FORMATS.items() if master_format.exact),
+)
 """Master formats with which the model has exact weights to save."""
 
 CASTS = (Level.O2, Level.O3)
@@ -305,7 +306,9 @@ CASTS = (Level.O2, Level.O3)
 class PrecisionPlugin:
     """What the plugins of Lightning and Fabric share; the first base of both."""
 
-    def __init__(self, policy: PolicyArg = "O2", *, scaler: Scaler = None, **options: Any) -> None:
+    def __init__(
+        self, policy: PolicyArg = "O2", *, scaler: ScalerArg = None, **options: Any
+    ) -> None:
         super().__init__()
         self._shared = Precision(policy, scaler, options)
         self.precision = f"mezzo-{self._shared.level.value}"

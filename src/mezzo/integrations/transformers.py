@@ -17,7 +17,7 @@ from mezzo._errors import PolicyError
 from mezzo.autocasting.autocast import autocast
 from mezzo.integrations.precision import Precision, import_extra
 from mezzo.prepare.plan import PolicyArg
-from mezzo.step.components import Scaler
+from mezzo.step.components import ScalerArg
 from mezzo.step.function_step import FunctionStep, train_step
 from mezzo.step.options import Capture, Reduction
 
@@ -48,7 +48,7 @@ class MezzoTrainerMixin:
         *args: Any,
         policy: PolicyArg = "O2",
         dtype: torch.dtype | str | None = None,
-        scaler: Scaler = None,
+        scaler: ScalerArg = None,
         decorate_options: Mapping[str, Any] | None = None,
         capture: str | bool = False,
         **kwargs: Any,

@@ -45,10 +45,7 @@ class Listener(Protocol):
 
 
 class Attachment:
-    """What is observed, and how to leave it as it was.
-
-    The base of the ways to attach. `models` and `names` are what the records name.
-    """
+    """Base of `StepAttachment` and `LoopAttachment`: what a run observes, until `detach`."""
 
     def __init__(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         self.models, self.optimizers = models, optimizers
@@ -75,7 +72,7 @@ class Attachment:
             return f"parameter {index}"
         return self._names.get(id(self.counts.parameters[index]), f"parameter {index}")
 
-    def first_bad(self, first: float) -> str | None:
+    def first_nonfinite(self, first: float) -> str | None:
         """Return the first parameter with a non-finite gradient, from `HistoryIndex.FIRST`."""
         if self.counts is None:
             return None
@@ -189,8 +186,8 @@ class LoopAttachment(Attachment):
         hook = model.register_forward_pre_hook(ModuleHook(self._before_forward))
         self._detach.callback(hook.remove)
         if scaler is not None and observed_scaler.is_enabled(scaler):
-            self._detach.callback(_Wrapper(scaler, "scale", self._wrap_scale).remove)
-            self._detach.callback(_Wrapper(scaler, "update", self._wrap_update).remove)
+            self._detach.callback(_WrappedMethod(scaler, "scale", self._wrap_scale).remove)
+            self._detach.callback(_WrappedMethod(scaler, "update", self._wrap_update).remove)
         elif optimizers:
             hook = optimizers[-1].register_step_post_hook(self._after_step)
             self._detach.callback(hook.remove)
@@ -266,7 +263,7 @@ class LoopAttachment(Attachment):
         super().detach()
 
 
-class _Wrapper:
+class _WrappedMethod:
     """A method of one object that is wrapped until the wrapper is removed."""
 
     def __init__(
@@ -286,7 +283,7 @@ class _Wrapper:
         self._run = self._method
         attributes = vars(self._owner)
         # Also wrappers of runs that stopped earlier, and were below this one.
-        while isinstance(top := attributes.get(self._name), _Wrapper) and top._is_removed:
+        while isinstance(top := attributes.get(self._name), _WrappedMethod) and top._is_removed:
             delattr(self._owner, self._name)
             if top._before is not None:
                 setattr(self._owner, self._name, top._before)

@@ -294,7 +294,7 @@ class _Recorder:
                 if calls:
                     step = self._steps[bisect_right(self._starts, first - 1) - 1]
                     found.append((first, replace(record.finding, calls=calls, step=step)))
-        return tuple(finding for _, finding in sorted(found, key=lambda one: one[0]))
+        return tuple(finding for _, finding in sorted(found, key=lambda entry: entry[0]))
 
 
 # -- arguments -------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def _difference(first: Fingerprint, second: Fingerprint) -> float:
 
 
 def _fingerprints(record: Mapping[str, Any]) -> list[Fingerprint]:
-    return [Fingerprint.from_dict(one) for one in record["values"]]
+    return [Fingerprint.from_dict(value) for value in record["values"]]
 
 
 # -- losses and files ------------------------------------------------------------------------------

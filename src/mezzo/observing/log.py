@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
-from mezzo._errors import MezzoError, PolicyError
+from mezzo._errors import MezzoError, PolicyError, user_stack_level
 from mezzo.observing.records import VERSION, Record, StepRecord, is_important
-from mezzo.policy.decide import user_stack_level
 
 Line = dict[str, Any]
 """One record of a log as plain data: `kind`, `step`, `time` and the fields of its kind."""

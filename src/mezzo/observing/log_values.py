@@ -77,6 +77,6 @@ def gradient_counts(line: Line) -> Iterator[tuple[str, LoggedCounts]]:
 def tensor_stats(line: Line) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the statistics of each tensor, by name, of a `tensors` record."""
     stats = line.get("stats")
-    for name, one in stats.items() if isinstance(stats, dict) else ():
-        if isinstance(one, dict):
-            yield str(name), one
+    for name, value in stats.items() if isinstance(stats, dict) else ():
+        if isinstance(value, dict):
+            yield str(name), value

@@ -139,9 +139,9 @@ class LoggerWriter:
         self._call(lambda logger: logger.close())
 
     def _write_histogram(self, step: int, name: str, counts: Mapping[int, int]) -> None:
-        def write(one: Logger) -> None:
-            if isinstance(one, _HistogramLogger):
-                one.log_histogram(step, name, counts)
+        def write(logger: Logger) -> None:
+            if isinstance(logger, _HistogramLogger):
+                logger.log_histogram(step, name, counts)
 
         self._call(write)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._dtypes import HALF_DTYPES
+from mezzo.autocasting.module_rules import RULED_FORWARD, WRAPPED_FORWARD
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.kept_results import copy_with_results
 
@@ -44,10 +45,9 @@ def _strip(module: nn.Module) -> None:
     """Remove the forwards that decoration and module rules have put before the module's own."""
     forward = module.__dict__.pop("forward")
     while True:
-        behind = getattr(forward, "mezzo_behind", getattr(forward, "mezzo_original", None))
-        if behind is None:
+        forward = getattr(forward, WRAPPED_FORWARD, getattr(forward, RULED_FORWARD, None))
+        if forward is None:
             return
-        forward = behind
         if not getattr(forward, "__module__", "").startswith("mezzo."):
             if forward is not type(module).forward:
                 module.__dict__["forward"] = forward
@@ -65,7 +65,9 @@ def _is_copyable(value: Any) -> bool:
         copy_with_results(value)
     except TypeError:
         # The dictionary of the modules inside is copied, without what they keep.
-        return isinstance(value, dict) and any(isinstance(one, nn.Module) for one in value.values())
+        return isinstance(value, dict) and any(
+            isinstance(item, nn.Module) for item in value.values()
+        )
     return True
 
 

@@ -63,7 +63,7 @@ class NonFiniteOp:
         text += f", step {self.step}"
         text += f", {self.calls} calls" if self.calls > 1 else ""
         text += f". Output: {self.output}" if self.output is not None else ""
-        inputs = "; ".join(f"{index}: {one}" for index, one in enumerate(self.inputs))
+        inputs = "; ".join(f"{index}: {entry}" for index, entry in enumerate(self.inputs))
         return f"{text}. Inputs: {inputs}." if inputs else f"{text}."
 
 

@@ -185,7 +185,9 @@ class NumericsCollector:
         samples["updates"] = self._updates(samples)
         self._weights = []
         named = [
-            ((which, name), one) for which, all_ in samples.items() for name, one in all_.items()
+            ((which, name), tensor)
+            for which, all_ in samples.items()
+            for name, tensor in all_.items()
         ]
         if named:
             self._pending.append(_PendingStep(self._step, compute_stats(named)))
@@ -235,8 +237,8 @@ class NumericsCollector:
             step, stats = self._pending.popleft().read()
             self.latest |= stats
             records += [
-                TensorsRecord(step=step, time=time, which=which, stats=one)
-                for which, one in stats.items()
+                TensorsRecord(step=step, time=time, which=which, stats=group)
+                for which, group in stats.items()
             ]
         return records
 
@@ -330,7 +332,7 @@ class NumericsTable(Mapping[str, Mapping[str, TensorStats]]):
 def _table(which: str, stats: Mapping[str, TensorStats]) -> str:
     # Those with the least headroom first: they overflow first.
     order = sorted(stats.items(), key=lambda item: _least(item[1].headroom))
-    rows = [(which, *_HEADER), *[_row(name, one) for name, one in order[:_LINES]]]
+    rows = [(which, *_HEADER), *[_row(name, stats) for name, stats in order[:_LINES]]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     if len(order) > _LINES:

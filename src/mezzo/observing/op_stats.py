@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
@@ -23,7 +23,8 @@ from mezzo._torch import (
     sequence_number,
 )
 from mezzo.observing.op_places import Observation, PlaceTracker, leaves_of
-from mezzo.observing.op_stats_table import OpRow, format_table
+from mezzo.observing.op_stats_table import COUNTS, OpRow, format_table
+from mezzo.observing.records import OpsRecord, Record
 
 _CAST_FUNCTIONS = frozenset(
     "to float half bfloat16 double type type_as cpu cuda copy_ _to_copy".split()
@@ -112,13 +113,8 @@ class OpStats:
         return tuple(
             OpRow(
                 *key,
-                counts.calls,
-                counts.casts_in,
-                counts.casts_out,
-                counts.cast_bytes,
-                counts.casts,
-                counts.inserted,
-                counts.microseconds() if self._times else None,
+                **{name: getattr(counts, name) for name in COUNTS},
+                microseconds=counts.microseconds() if self._times else None,
             )
             for key, counts in list(self._counts.items())
         )
@@ -155,7 +151,7 @@ class _Key(NamedTuple):
 
 @dataclass
 class _Counts:
-    """Counts of one op with one dtype in one module; see `OpRow`."""
+    """Counts of one op with one dtype in one module: the fields `COUNTS` of its `OpRow`."""
 
     calls: int = 0
     casts_in: int = 0
@@ -361,3 +357,50 @@ def _sum_calls(rows: Iterable[OpRow]) -> dict[str, int]:
     for row in rows:
         calls[row.dtype] = calls.get(row.dtype, 0) + row.calls
     return calls
+
+
+# -- in an observed run ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampledOps:
+    """Op statistics of one step: `rows`, or print it."""
+
+    rows: tuple[OpRow, ...] = ()
+
+    def table(self, depth: int = 0) -> str:
+        """Return the table, summed over modules below `depth` levels of the model."""
+        return format_table(self.rows, depth) if self.rows else "No step was sampled yet."
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+class OpSampler:
+    """Counts the ops of a sampled step."""
+
+    def __init__(self, models: Any) -> None:
+        self._stats = OpStats(models)
+        self._step = 0
+        self._is_new = False
+        self.latest = SampledOps()
+        """The ops of the last sampled step."""
+
+    def start(self, step: int) -> None:
+        """Begin to count the ops of a step."""
+        self._step = step
+        self._stats.clear()
+        self._stats.start()
+
+    def stop(self) -> None:
+        """Stop counting, and keep the counts."""
+        self._stats.stop()
+        self.latest, self._is_new = SampledOps(self._stats.rows), True
+
+    def take(self, time: float) -> list[Record]:
+        """Return the record of the last sampled step, once."""
+        if not self._is_new:
+            return []
+        self._is_new = False
+        rows = tuple(asdict(row) for row in self.latest.rows)
+        return [OpsRecord(step=self._step, time=time, rows=rows)]

@@ -50,6 +50,10 @@ class OpRow:
         return self.op == _CAST or self.casts > 0
 
 
+COUNTS = ("calls", "casts_in", "casts_out", "cast_bytes", "casts", "inserted")
+"""Fields of `OpRow` that are counted as ops run, and summed over modules."""
+
+
 def format_table(rows: Sequence[OpRow], depth: int = 0) -> str:
     """Return rows as a table with totals, summed over modules below `depth` levels."""
     if not rows:
@@ -89,16 +93,8 @@ def merge_rows(rows: Iterable[OpRow], depth: int) -> list[OpRow]:
 
 def _sum(key: tuple[str, str, str], rows: list[OpRow]) -> OpRow:
     times = [row.microseconds for row in rows if row.microseconds is not None]
-    return OpRow(
-        *key,
-        sum(row.calls for row in rows),
-        sum(row.casts_in for row in rows),
-        sum(row.casts_out for row in rows),
-        sum(row.cast_bytes for row in rows),
-        sum(row.casts for row in rows),
-        sum(row.inserted for row in rows),
-        sum(times) if times else None,
-    )
+    sums = {name: sum(getattr(row, name) for row in rows) for name in COUNTS}
+    return OpRow(*key, **sums, microseconds=sum(times) if times else None)
 
 
 def _cells(row: OpRow, depth: int, *, timed: bool) -> list[str]:
@@ -127,7 +123,7 @@ def _totals(rows: Sequence[OpRow]) -> list[str]:
         total = sum(row.microseconds or 0.0 for row in times)
         in_half = sum(row.microseconds or 0.0 for row in computing if row.dtype in _HALF)
         in_casts = sum(row.microseconds or 0.0 for row in casts)
-        shares = [f"{100 * one / total if total else 0:.0f} %" for one in (in_half, in_casts)]
+        shares = [f"{100 * part / total if total else 0:.0f} %" for part in (in_half, in_casts)]
         lines.append(
             f"time: {_format_time(total)}, of it {shares[0]} in 16 bits, {shares[1]} in casts"
         )

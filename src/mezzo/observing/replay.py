@@ -209,7 +209,7 @@ class Replay:
                 for group in tensors
                 for name, tensor in group
             ]
-        return named + [NamedTensor(Kind.DATA, *one) for one in named_tensors(call)]
+        return named + [NamedTensor(Kind.DATA, *pair) for pair in named_tensors(call)]
 
 
 # -- tensors and their names -----------------------------------------------------------------------

@@ -74,7 +74,7 @@ def _step_replay(step: Step, batch: Any) -> Replay:
         None if searches else _scale(scaler or False),
         step._updates * options.accumulate + step.position,
         options.takes_update,
-        components.replicas.wrappers,
+        components.ddp.wrappers,
         components.decoration.plan.output_dtype,
         _loss_module(getattr(step, "loss_fn", None), components.models),
     )

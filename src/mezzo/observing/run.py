@@ -23,7 +23,7 @@ from mezzo.observing.kept_steps import KEPT, KeptSteps
 from mezzo.observing.log import LogWriter, log_path
 from mezzo.observing.loggers import Logger, LoggerWriter, check_loggers
 from mezzo.observing.numerics import Collector, NumericsCollector, NumericsTable
-from mezzo.observing.op_sampler import OpSampler, SampledOps
+from mezzo.observing.op_stats import OpSampler, SampledOps
 from mezzo.observing.records import (
     EventRecord,
     GradientsRecord,
@@ -31,7 +31,7 @@ from mezzo.observing.records import (
     RunEnded,
     StepRecord,
 )
-from mezzo.observing.sample_interval import LEAST, SampleInterval
+from mezzo.observing.sample_interval import DEFAULT_INTERVAL, SampleInterval
 from mezzo.prepare.arguments import uncompiled, unwrapped
 from mezzo.scaling.gradient_counts import Counts
 from mezzo.scaling.observed_scaler import Scaler
@@ -39,9 +39,9 @@ from mezzo.step.base import Step
 
 Optimizer = torch.optim.Optimizer
 
-_TAKE_MOST = 2048
-"""Steps between two looks at the history of a device, at most: it holds a few times as many."""
-_TAKE_SECONDS = 0.25
+_POLL_STEPS = 2048
+"""Steps between two polls of the history of a device, at most: it holds a few times as many."""
+_POLL_SECONDS = 0.25
 """Seconds between them, if steps are long."""
 
 
@@ -59,11 +59,11 @@ def observe(
 ) -> Run:
     """Observe a training run: its skips, its loss scale, and how its numbers fit their dtypes.
 
-    All the time, and without waiting for the device: loss, loss scale, skipped steps with the first
-    parameter whose gradient was not finite, and how many values of each gradient overflowed and
-    underflowed. The last needs a loss scaler, whose check of the gradients counts them. Every
-    `every` steps, from the first: range, headroom, underflow and exponents of parameters,
-    activations, gradients and updates.
+    Each step records, without waiting for the device: loss, loss scale, whether it was skipped, and
+    the first parameter whose gradient was not finite. A loss scaler also counts, as it checks the
+    gradients, how many values of each overflowed and underflowed. Every `every` steps, from the
+    first, a sample records range, headroom, underflow and exponents of parameters, activations,
+    gradients and updates.
 
     A step is captured again when a run is attached, and when it stops. A sampled call of a captured
     step runs eagerly, except with several processes: their graphs hold collectives, which all ranks
@@ -141,7 +141,7 @@ class Run:
         if every is not None:
             check_number("every", every)
         rank, world_size = ranks()
-        self.every = every or LEAST
+        self.every = every or DEFAULT_INTERVAL
         """Steps between samples. Grows in a run that was passed `every=None`."""
         # Ranks wait for each other: they sample the same steps.
         self._sample_interval = SampleInterval(self.every if world_size > 1 else every)
@@ -156,12 +156,13 @@ class Run:
         self._gradients: dict[str, Counts] = {}
         self._logged_gradients: dict[str, Counts] = {}
         self._copies: deque[tuple[int, AsyncCopy]] = deque()
-        self._number = self._counted = 0
-        self._taken = (0, self._began)
-        """Step and time of the last look at the history."""
-        self._next_sample = self._next_take = self._interval = 1
+        self._last_counted = self._last_step = 0
+        self._last_poll = (0, self._began)
+        """Step and time of the last poll of the history."""
+        self._next_sample = self._next_poll = self._poll_interval = 1
         self._copy_interval = self._next_copy = self.every
-        self._place = 0
+        self._turn = 0
+        """Index of the collector that samples the next sampled step."""
         self._sampling: Collector | None = None
         self._numerics = NumericsTable({})
         self._attachment: Attachment | None = self._attach(target, optimizers, scaler)
@@ -209,7 +210,7 @@ class Run:
         self._wait_for_steps_before()
         self._sample_interval.begin(number, time.perf_counter())
         # One collector a step, so that none sees the work of another.
-        self._sampling, self._next_sample = self.collectors[self._place], number
+        self._sampling, self._next_sample = self.collectors[self._turn], number
         self._sampling.start(number)
         return True
 
@@ -218,15 +219,15 @@ class Run:
         if self._sampling is not None:
             self._stop_sampling(self._sampling)
         if number >= self._next_copy:
-            # At a multiple of the interval, and not more often than the history is looked at.
-            later = -(-(number + self._interval) // self._copy_interval)
+            # At a multiple of the interval, and not more often than the history is polled.
+            later = -(-(number + self._poll_interval) // self._copy_interval)
             self._next_copy = later * self._copy_interval
             self._copy_counts(number)
-        if number >= self._next_take:
-            self._interval = self._steps_to_next_take(number)
-            self._next_take = number + self._interval
-            self._take(all_arrived=not self._lags)
-        following = min(self._next_copy, self._next_take)
+        if number >= self._next_poll:
+            self._poll_interval = self._steps_to_next_poll(number)
+            self._next_poll = number + self._poll_interval
+            self._poll(all_arrived=not self._lags)
+        following = min(self._next_copy, self._next_poll)
         return min(following, self._next_sample) if self.collectors else following
 
     def fail(self) -> None:
@@ -241,34 +242,34 @@ class Run:
         if device is not None and is_timed and not is_capturing(device):
             torch.accelerator.synchronize(device)
 
-    def _steps_to_next_take(self, number: int) -> int:
-        """Return after how many steps to look at the history again: it lags anyway."""
+    def _steps_to_next_poll(self, number: int) -> int:
+        """Return after how many steps to poll the history again: it lags anyway."""
         if not self._lags:
             return 1
-        (before, then), now = self._taken, time.perf_counter()
-        self._taken = (number, now)
-        steps = (number - before) * _TAKE_SECONDS / max(now - then, 1e-9)
-        return max(1, min(_TAKE_MOST, int(steps)))
+        (before, then), now = self._last_poll, time.perf_counter()
+        self._last_poll = (number, now)
+        steps = (number - before) * _POLL_SECONDS / max(now - then, 1e-9)
+        return max(1, min(_POLL_STEPS, int(steps)))
 
     def _stop_sampling(self, collector: Collector) -> None:
-        number, place = self._next_sample, self._place
-        self._sampling, self._place = None, (place + 1) % len(self.collectors)
+        number, turn = self._next_sample, self._turn
+        self._sampling, self._turn = None, (turn + 1) % len(self.collectors)
         self._next_sample += 1
         collector.stop()
         self._sample_interval.end(number, time.perf_counter())
-        if self._place == 0:
+        if self._turn == 0:
             self.every = self._sample_interval.choose()
-            self._next_sample = number + max(1, self.every - place)
+            self._next_sample = number + max(1, self.every - turn)
 
     def _copy_counts(self, number: int) -> None:
         counts = None if self._attachment is None else self._attachment.counts
-        if counts is not None and self._counted < number:
-            self._counted = number
+        if counts is not None and self._last_counted < number:
+            self._last_counted = number
             self._copies.append((number, AsyncCopy(counts.used())))
 
     # -- records -----------------------------------------------------------------------------------
 
-    def _take(self, *, all_arrived: bool) -> None:
+    def _poll(self, *, all_arrived: bool) -> None:
         """Take what has arrived on the host, and write it to the log. Does not synchronize."""
         attachment = self._attachment
         if attachment is None:
@@ -294,7 +295,7 @@ class Run:
 
     def _add_steps(self, rows: torch.Tensor, attachment: Attachment) -> None:
         now, rate = self._time(), attachment.rate()
-        self._steps.add(rows, now, attachment.first_bad, rate)
+        self._steps.add(rows, now, attachment.first_nonfinite, rate)
         with self._lock:
             for writer in self._writers:
                 interval = writer.step_interval(int(rows[0, 0]), together=len(rows))
@@ -323,9 +324,7 @@ class Run:
             return
         with self._lock:
             self._seen_events.add(event)
-            attachment = self._attachment
-            number = self._number if attachment is None else attachment.number
-            record = EventRecord.of(event, number, self._time())
+            record = EventRecord.of(event, self._step_number, self._time())
             self._events.append(record)
         self._write([record])
 
@@ -334,6 +333,12 @@ class Run:
             with self._lock:
                 for writer in self._writers:
                     writer.write(list(records))
+
+    @property
+    def _step_number(self) -> int:
+        """Number of the current step, or of the last one."""
+        attachment = self._attachment
+        return self._last_step if attachment is None else attachment.number
 
     def _time(self) -> float:
         return round(time.perf_counter() - self._began, 6)
@@ -387,17 +392,16 @@ class Run:
         return list(self._events)
 
     def _refresh(self) -> None:
-        self._take(all_arrived=not self._lags)
+        self._poll(all_arrived=not self._lags)
 
     def __repr__(self) -> str:
         """Summarize the run. Does not synchronize."""
         self._refresh()
-        started, steps, attachment = self._header, self._steps, self._attachment
-        state = "stopped" if attachment is None else "running"
-        number = self._number if attachment is None else attachment.number
+        started, steps = self._header, self._steps
+        state = "stopped" if self._attachment is None else "running"
         lines = [
             f"Run of {started.model}, {started.policy or 'no policy'}, {started.dtype}: {state}",
-            f"steps: {number}, skipped: {steps.skipped}, loss scale: {steps.scale:g}",
+            f"steps: {self._step_number}, skipped: {steps.skipped}, loss scale: {steps.scale:g}",
         ]
         last = steps.last()
         if last is not None and last.loss is not None:
@@ -405,7 +409,7 @@ class Run:
         lines += [f"last skip: step {skip.step}, {skip.parameter}" for skip in [*steps.skips][-1:]]
         lines += _worst_gradients(self._gradients)
         if numerics := self.numerics:
-            sampled = ", ".join(f"{len(one)} {which}" for which, one in numerics.items())
+            sampled = ", ".join(f"{len(tensors)} {which}" for which, tensors in numerics.items())
             lines.append(f"sampled: {sampled} (print run.numerics)")
         if self.log is not None:
             lines.append(f"log: {self.log}")
@@ -426,14 +430,14 @@ class Run:
             self._stop_sampling(self._sampling)
         # Waits for the device, after which everything has arrived.
         attachment.detach()
-        self._number = attachment.number
-        self._take(all_arrived=True)
+        self._last_step = attachment.number
+        self._poll(all_arrived=True)
         self._stack.close()
         self._numerics = self.numerics
         self._ops = None if self._op_sampler is None else self._op_sampler.latest
         self._attachment, self._sampler, self._op_sampler = None, None, None
         self.collectors = []
-        self._write([RunEnded(step=self._number, time=self._time(), reason=reason)])
+        self._write([RunEnded(step=self._last_step, time=self._time(), reason=reason)])
         for writer in self._writers:
             writer.close()
         self._writers = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import ceil
 
-LEAST = 100
-"""Steps between samples, unless the user passes another number."""
+DEFAULT_INTERVAL = 100
+"""Steps between samples unless the user passes another number, or more if steps are short."""
 _SHARE = 0.01
 """Share of the time of a run that its samples may take."""
 
@@ -61,5 +61,5 @@ class SampleInterval:
         if self._fixed is not None:
             return self._fixed
         if not self._step_seconds:
-            return LEAST
-        return max(LEAST, ceil(round(spent / (_SHARE * self._step_seconds), 6)))
+            return DEFAULT_INTERVAL
+        return max(DEFAULT_INTERVAL, ceil(round(spent / (_SHARE * self._step_seconds), 6)))

@@ -82,7 +82,7 @@ class ShadowMode(Pausable, TorchDispatchMode):
         """Called with every result; then nothing ends the run."""
         listed = list(named)
         self._named = {_storage(named.tensor): named for named in listed if _real(named.tensor)}
-        self._order = {one.name: index - len(listed) for index, one in enumerate(listed)}
+        self._order = {argument.name: index - len(listed) for index, argument in enumerate(listed)}
         self._shadows: dict[Any, Shadow] = {}
         self._kept: list[Tensor] = []
         """All tensors with a shadow: freed memory would be used again, with the same key."""
@@ -359,7 +359,8 @@ def _unread_statistics(call: _Call) -> tuple[Any, ...]:
     if "batch_norm" not in call.name:
         return ()
     arguments = {
-        one.name: value for one, value in zip(call.func._schema.arguments, call.args, strict=False)
+        argument.name: value
+        for argument, value in zip(call.func._schema.arguments, call.args, strict=False)
     }
     is_training = arguments.get("training", arguments.get("train", True))
     names = ("running_mean", "running_var") if is_training else ()
@@ -382,7 +383,7 @@ def _subtracts_itself(found: Tensor, call: _Call) -> bool:
 
     The number was rounded, and has no shadow. Such a zero is meant to be one.
     """
-    is_number = any(isinstance(one, float) for one in pytree.tree_leaves(call.args))
+    is_number = any(isinstance(leaf, float) for leaf in pytree.tree_leaves(call.args))
     return call.name in {"sub", "rsub", "add"} and is_number and not bool(found.any())
 
 

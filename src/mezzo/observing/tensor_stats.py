@@ -104,11 +104,13 @@ def sample_all(
     """Sample tensors of floating-point values, which are on one device. Does not synchronize."""
     local_tensors = [local(tensor) for tensor in tensors]
     values = copied(
-        [places_of(*one) for one in zip(local_tensors, likes or local_tensors, strict=True)]
+        [places_of(*pair) for pair in zip(local_tensors, likes or local_tensors, strict=True)]
     )
     return [
-        SampledTensor(value, one.numel(), one.dtype, largest)
-        for value, largest, one in zip(values, _largest(local_tensors), local_tensors, strict=True)
+        SampledTensor(value, tensor.numel(), tensor.dtype, largest)
+        for value, largest, tensor in zip(
+            values, _largest(local_tensors), local_tensors, strict=True
+        )
     ]
 
 
@@ -179,7 +181,7 @@ def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
 
 def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the largest magnitude of each tensor that is not sampled as a whole."""
-    large = [place for place, one in enumerate(tensors) if one.numel() > SAMPLE]
+    large = [place for place, tensor in enumerate(tensors) if tensor.numel() > SAMPLE]
     largest: list[torch.Tensor | None] = [None] * len(tensors)
     for group in grouped(tensors[place].dtype for place in large):
         places = [large[index] for index in group]
@@ -216,7 +218,7 @@ class PendingStats(Generic[Key]):
         counts = values[:, _NUMBERS:]
         places = counts.nonzero(as_tuple=True)
         for row, index, count in zip(
-            *(one.tolist() for one in places), counts[places].tolist(), strict=True
+            *(indices.tolist() for indices in places), counts[places].tolist(), strict=True
         ):
             histograms[row].append((index + _LOWEST, int(count)))
         stats = {
@@ -238,7 +240,7 @@ def compute_stats(
     >>> stats.zero, stats.max, round(stats.headroom, 2), stats.histogram
     (1, 40000.0, 0.71, ((0, 1), (15, 1)))
     """
-    tensors = [one for _, one in samples]
+    tensors = [tensor for _, tensor in samples]
     # Those of a dtype together, which torch concatenates at once, and small ones beside small ones.
     order = sorted(
         range(len(tensors)),

@@ -231,8 +231,8 @@ def _float32_failure(replay: Replay, in_16_bits: Finding) -> Overflow | None:
 
 def _of_data(replay: Replay, finding: Finding) -> Overflow:
     name, reason = finding.place.op, "is not finite"
-    for one, tensor in named_tensors(replay.call):
-        if one == name and (bad := _first_nonfinite(tensor)) is not None:
+    for input_name, tensor in named_tensors(replay.call):
+        if input_name == name and (bad := _first_nonfinite(tensor)) is not None:
             index, value, count = bad
             reason = f"has {value} at index {index}, {count} such values in all"
     return Overflow(Direction.DATA, name, reason=reason, inputs=finding.inputs, step=replay.number)
@@ -248,9 +248,9 @@ def _first_nonfinite(tensor: Tensor) -> tuple[list[int], str, int] | None:
 
 def _of_parameter(replay: Replay, name: str, reason: str, cure: Cure | None = None) -> Overflow:
     tensors = {
-        one: tensor
+        name: tensor
         for model in replay.models
-        for one, tensor in (*model.named_parameters(), *model.named_buffers())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     return Overflow(
         Direction.PARAMETERS,
@@ -271,7 +271,7 @@ def _written_in_16_bits(replay: Replay, name: str) -> Overflow | None:
 
     No optimizer trains it, so that it has no master weight; None for other parameters.
     """
-    parameters = dict(one for model in replay.models for one in model.named_parameters())
+    parameters = dict(named for model in replay.models for named in model.named_parameters())
     parameter = parameters.get(name)
     if parameter is None or parameter.requires_grad or parameter.dtype not in HALF_DTYPES:
         return None

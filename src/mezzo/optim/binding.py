@@ -438,7 +438,7 @@ def _refuse_copy(_: object) -> None:
 
 
 def unscale_factor(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what scaled gradients are multiplied by; None if they are not scaled."""
+    """Return the inverse of the loss scale; None if gradients are not scaled."""
     # Rounded once from float64, as the scaler's own inverse.
     return None if scale is None else scale.double().reciprocal().float()
 

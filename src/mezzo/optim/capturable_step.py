@@ -210,7 +210,7 @@ class CapturableBinding(DeviceBinding):
         )
 
     def _batch_key(self, parameter: torch.Tensor) -> tuple[Any, ...]:
-        """Return what the parameters of a batch have in common."""
+        """Return the key of a batch: parameters with equal keys are updated together."""
         return parameter.dtype, parameter in self.masters
 
     def _needs_states(self, updated: Sequence[torch.Tensor], device: torch.device) -> bool:
@@ -239,7 +239,7 @@ class CapturableBinding(DeviceBinding):
     def _gradient_factor(
         self, batches: Sequence[Batch], scale: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return what unscales and clips the gradients, as a tensor on their device; or None."""
+        """Return the factor that unscales and clips the gradients, on their device; None for 1."""
         gradients = [gradient for batch in batches for gradient in batch.gradients]
         factor = unscale_factor(scale)
         if factor is not None:

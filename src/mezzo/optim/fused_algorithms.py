@@ -25,7 +25,8 @@ class Algorithm:
     variant: Callable[[Group], bool]
     """Whether the kernel runs the variant: SGD with momentum, Adam with amsgrad."""
     hyper: Callable[[Group], tuple[Number, ...]]
-    """Weight decay and four more numbers: `one`, `two`, `three` and `flag` in `_prepare`."""
+    """Weight decay and four more numbers: `first`, `second`, `third` and `flag` in
+    `triton_coefficients._prepare`."""
     has_step_count: bool = True
     """Whether the optimizer's state has a `step`."""
     initial: Callable[[Group], float] = lambda _: 0.0

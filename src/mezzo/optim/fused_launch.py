@@ -62,7 +62,7 @@ def launch_update(
         launch.chunks,
         launch.coefficients,
         launch.indices,
-        # Passed where the kernel does not read.
+        # A placeholder, which the kernel does not read.
         launch.coefficients if found_inf is None else found_inf,
         _seed_on(masters.seed, device),
     )
@@ -96,7 +96,7 @@ def _run_coefficients(
 ) -> None:
     kernels, counters, count = _kernels().coefficients, inputs.counters, launch.count
     scale, found_inf, squares = inputs.scale, inputs.found_inf, inputs.square_sum
-    # Passed where the kernel does not read.
+    # A placeholder, which the kernel does not read.
     unused = launch.coefficients
     is_sampled = masters.format.sampled and launch.parameter_dtype is not torch.float32
     _launch.run_kernel(

@@ -65,7 +65,7 @@ class FusedBinding(DeviceBinding):
         """Values of the groups at the last `recapture_key`, and the part of the key they give."""
         self._has_tensors = False
         """Whether hyper-parameters among them are tensors."""
-        self._checked: GradientBatch | None = None
+        self._checked: StepGradients | None = None
         """The gradients that `check` has checked for the coming step."""
 
     def unbind(self) -> None:
@@ -97,17 +97,17 @@ class FusedBinding(DeviceBinding):
 
         Returns False if the kernel cannot take these gradients.
         """
-        self._checked = batch = self._gather() if self._has_kernels else None
-        if batch is None:
+        self._checked = step_gradients = self._current_gradients() if self._has_kernels else None
+        if step_gradients is None:
             return super().check(scale, flags, source)
-        plan, device = batch.plan, batch.device
+        plan, device = step_gradients.plan, step_gradients.device
         launch_flags = room_for_flags(device, len(plan.parameters), flags).split(
             [launch.count for launch in plan.launches]
         )
         owners = [launch.select(plan.parameters) for launch in plan.launches]
         with _launch.device_guard(device):
             self._square_sum = self._check_and_norm(
-                batch,
+                step_gradients,
                 scale if self.computes_norm else None,
                 flags[device],
                 launch_flags,
@@ -125,20 +125,22 @@ class FusedBinding(DeviceBinding):
 
         Does not synchronize where the fused kernels run.
         """
-        batch, self._checked = self._checked, None
+        step_gradients, self._checked = self._checked, None
         # The step uses the tables of the check, unless a step hook has replaced a gradient since.
-        is_checked = batch is not None and found_inf is not None and batch.is_current()
+        is_checked = (
+            step_gradients is not None and found_inf is not None and step_gradients.is_current()
+        )
         if not is_checked:
-            batch = self._gather() if self._has_kernels else None
-        if batch is None:
+            step_gradients = self._current_gradients() if self._has_kernels else None
+        if step_gradients is None:
             self._square_sum = self.device_rate = None
             super().step(scale, found_inf)
             return
-        plan, device = batch.plan, batch.device
+        plan, device = step_gradients.plan, step_gradients.device
         with _launch.device_guard(device):
             if self.computes_norm and not is_checked:
                 self._square_sum = self._check_and_norm(
-                    batch,
+                    step_gradients,
                     unit_factor(device) if scale is None else scale,
                     torch.zeros((), device=device),
                     [None] * len(plan.launches),
@@ -151,7 +153,7 @@ class FusedBinding(DeviceBinding):
             hyper = self.device_rate = self._hyper_on(device, self.optimizer.param_groups)
             squares = None if self.clip_norm is None else self._square_sum
             inputs = StepInputs(hyper, self._slots.counters, scale, found_inf, squares)
-            for launch, addresses in zip(plan.launches, batch.addresses, strict=True):
+            for launch, addresses in zip(plan.launches, step_gradients.addresses, strict=True):
                 launch_update(launch, addresses, inputs, self._algorithm, self.masters)
         # The kernels write past torch's version counters, which autograd and weight caches use.
         torch.autograd.graph.increment_version(plan.parameters)
@@ -180,7 +182,7 @@ class FusedBinding(DeviceBinding):
     def _tensor_addresses(self, group: dict[str, Any]) -> tuple[int, ...]:
         """Return the addresses of hyper-parameters that are tensors: captured copies read them."""
         numbers = self._algorithm.numbers(group)
-        return tuple(one.data_ptr() for one in numbers if isinstance(one, torch.Tensor))
+        return tuple(number.data_ptr() for number in numbers if isinstance(number, torch.Tensor))
 
     def before_capture(self) -> None:
         """Resync masters; allocate the tables that must not be in the graph's memory pool."""
@@ -214,7 +216,7 @@ class FusedBinding(DeviceBinding):
 
     # -- tables ------------------------------------------------------------------------------------
 
-    def _gather(self) -> GradientBatch | None:
+    def _current_gradients(self) -> StepGradients | None:
         """Return the current gradients with their tables; None if the kernels cannot take them."""
         groups = groups_of(self.optimizer)
         parameters = [
@@ -240,7 +242,7 @@ class FusedBinding(DeviceBinding):
             self._plan = plan = self._make_plan(parameters, gradients, variants)
         else:
             self._resync_written(plan)
-        return None if plan is None else GradientBatch.of(plan, gradients)
+        return None if plan is None else StepGradients.of(plan, gradients)
 
     def _make_plan(
         self,
@@ -280,7 +282,7 @@ class FusedBinding(DeviceBinding):
 
     def _check_and_norm(
         self,
-        batch: GradientBatch,
+        step_gradients: StepGradients,
         scale: torch.Tensor | None,
         found_inf: torch.Tensor,
         launch_flags: Sequence[torch.Tensor | None],
@@ -302,16 +304,20 @@ class FusedBinding(DeviceBinding):
                 counted=rows,
             )
             for launch, addresses, flags, rows in zip(
-                batch.plan.launches, batch.addresses, launch_flags, counted, strict=True
+                step_gradients.plan.launches,
+                step_gradients.addresses,
+                launch_flags,
+                counted,
+                strict=True,
             )
         ]
         if scale is None:
             return None
-        if batch.plan.mesh is not None:
+        if step_gradients.plan.mesh is not None:
             # The part of this process, to be added up over the mesh.
             weighted = [
                 part.sum(dtype=torch.float64) / launch.copies
-                for part, launch in zip(squares, batch.plan.launches, strict=True)
+                for part, launch in zip(squares, step_gradients.plan.launches, strict=True)
             ]
             return torch.stack(weighted).sum()
         all_squares = squares[0] if len(squares) == 1 else torch.cat(squares)
@@ -344,7 +350,7 @@ class FusedBinding(DeviceBinding):
 
 
 @dataclass(frozen=True)
-class GradientBatch:
+class StepGradients:
     """The gradients of a step, with tables of their addresses."""
 
     plan: LaunchPlan
@@ -354,7 +360,7 @@ class GradientBatch:
     """One table for each launch."""
 
     @classmethod
-    def of(cls, plan: LaunchPlan, gradients: list[torch.Tensor]) -> GradientBatch:
+    def of(cls, plan: LaunchPlan, gradients: list[torch.Tensor]) -> StepGradients:
         """Give gradients the strides of their parameters, and make their tables."""
         gradients = plan.lay_out(gradients)
         return cls(plan, gradients, plan.gradients_on(gradients[0].device, gradients))

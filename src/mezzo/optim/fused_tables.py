@@ -417,6 +417,8 @@ def _same_memory_order(first: torch.Tensor, second: torch.Tensor) -> bool:
     The stride of a dimension of size 1 does not matter.
     """
     return all(
-        size == 1 or one == other
-        for size, one, other in zip(first.shape, first.stride(), second.stride(), strict=True)
+        size == 1 or stride == other_stride
+        for size, stride, other_stride in zip(
+            first.shape, first.stride(), second.stride(), strict=True
+        )
     )

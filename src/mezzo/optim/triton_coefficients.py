@@ -156,9 +156,9 @@ def _prepare(
     lr = tl.load(hyper + group, mask=mask, other=0.0)
     factor = tl.load(hyper + groups + group, mask=mask, other=1.0)  # -1 to maximize
     decay = tl.load(hyper + 2 * groups + group, mask=mask, other=0.0)
-    one = tl.load(hyper + 3 * groups + group, mask=mask, other=0.5)
-    two = tl.load(hyper + 4 * groups + group, mask=mask, other=0.5)
-    three = tl.load(hyper + 5 * groups + group, mask=mask, other=0.0)
+    first = tl.load(hyper + 3 * groups + group, mask=mask, other=0.5)
+    second = tl.load(hyper + 4 * groups + group, mask=mask, other=0.5)
+    third = tl.load(hyper + 5 * groups + group, mask=mask, other=0.0)
     flag = tl.load(hyper + 6 * groups + group, mask=mask, other=0.0)
     if scaled:
         factor = factor / tl.load(scale).to(tl.float64)
@@ -172,14 +172,14 @@ def _prepare(
 
     _store_row(coefficients, 0, count, lane, mask, factor)
     if algorithm == SGD:
-        _sgd(coefficients, count, lane, mask, lr, decay, one, two, flag, step)
+        _sgd(coefficients, count, lane, mask, lr, decay, first, second, flag, step)
     elif algorithm == ADAGRAD:
-        _adagrad(coefficients, count, lane, mask, lr, decay, one, three, steps)
+        _adagrad(coefficients, count, lane, mask, lr, decay, first, third, steps)
     elif algorithm == LION:
-        _lion(coefficients, count, lane, mask, lr, decay, one, two)
+        _lion(coefficients, count, lane, mask, lr, decay, first, second)
     else:
         _adam(
-            coefficients, count, lane, mask, lr, decay, one, two, three, flag, steps,
+            coefficients, count, lane, mask, lr, decay, first, second, third, flag, steps,
             algorithm == LAMB,
         )  # fmt: skip
     _store_row(coefficients, 10, count, lane, mask, draws.to(tl.float64))

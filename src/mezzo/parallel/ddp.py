@@ -38,7 +38,7 @@ _UNFIT_HOOKS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Replicas:
+class DDPWrappers:
     """The DistributedDataParallel wrappers of a step's models; false if there are none."""
 
     wrappers: tuple[DistributedDataParallel, ...] = ()
@@ -222,13 +222,13 @@ class Replicas:
             )
 
 
-def find_replicas(models: Any, reduce_dtype: str | torch.dtype | None = None) -> Replicas:
+def find_ddp_wrappers(models: Any, reduce_dtype: str | torch.dtype | None = None) -> DDPWrappers:
     """Return the wrappers among models that were passed to a step."""
     wrappers = tuple(
         model for model in models_of(models) if isinstance(model, DistributedDataParallel)
     )
     if reduce_dtype is None:
-        return Replicas(wrappers)
+        return DDPWrappers(wrappers)
     by_name = {dtype_name(dtype): dtype for dtype in REDUCE_DTYPES}
     dtype = by_name.get(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
     if dtype not in REDUCE_DTYPES:
@@ -241,7 +241,7 @@ def find_replicas(models: Any, reduce_dtype: str | torch.dtype | None = None) ->
             f"reduce_dtype={reduce_dtype!r} is for gradients that DistributedDataParallel averages,"
             " and the model is not wrapped by it. Pass the wrapper, or leave reduce_dtype out."
         )
-    return Replicas(wrappers, dtype)
+    return DDPWrappers(wrappers, dtype)
 
 
 def inner_models(models: Any) -> tuple[nn.Module, ...]:

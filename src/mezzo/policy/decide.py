@@ -5,7 +5,6 @@ Also resolves `dtype="auto"`, and compares two policies.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ import torch
 
 from mezzo import _events
 from mezzo._dtypes import CASTABLE_DTYPES, HALF_DTYPES, dtype_name
-from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._errors import PolicyError, UnsupportedError, user_stack_level
 from mezzo._hardware import Hardware
 from mezzo.policy.missing_kernels import lacks_kernel
 from mezzo.policy.parse import check_argument
@@ -241,7 +240,7 @@ _warned: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedDtype:
     """The dtype of a policy on a device, with the reason."""
 
     dtype: torch.dtype | None
@@ -249,16 +248,16 @@ class Resolved:
     reason: str
 
 
-def resolve(policy: Policy, hardware: Hardware) -> Resolved:
+def resolve_dtype(policy: Policy, hardware: Hardware) -> ResolvedDtype:
     """Choose the 16-bit dtype for a device.
 
     On a device without it, raises, warns or returns None, by the policy's `on_unsupported`.
 
     >>> from mezzo import Policy, hardware
-    >>> resolve(Policy("O1", "bfloat16"), hardware("cpu")).dtype
+    >>> resolve_dtype(Policy("O1", "bfloat16"), hardware("cpu")).dtype
     torch.bfloat16
     """
-    resolved = resolve_quietly(policy, hardware)
+    resolved = resolve_dtype_quietly(policy, hardware)
     if resolved.dtype is None and policy.level is not Level.O0:
         _downgrade(policy, hardware, resolved.reason)
     if _events.listening():
@@ -267,17 +266,17 @@ def resolve(policy: Policy, hardware: Hardware) -> Resolved:
     return resolved
 
 
-def resolve_quietly(policy: Policy, hardware: Hardware) -> Resolved:
-    """Return what `resolve` returns, but never raise, warn or emit an event."""
+def resolve_dtype_quietly(policy: Policy, hardware: Hardware) -> ResolvedDtype:
+    """Return what `resolve_dtype` returns, but never raise, warn or emit an event."""
     if policy.level is Level.O0:
-        return Resolved(None, "level O0 runs everything in float32")
+        return ResolvedDtype(None, "level O0 runs everything in float32")
     if policy.dtype is None:
         preferred = hardware.preferred
         if preferred is None:
-            return Resolved(None, hardware.float16.reason)
-        return Resolved(preferred.dtype, preferred.reason)
+            return ResolvedDtype(None, hardware.float16.reason)
+        return ResolvedDtype(preferred.dtype, preferred.reason)
     support = hardware.support(policy.dtype)
-    return Resolved(policy.dtype if support.supported else None, support.reason)
+    return ResolvedDtype(policy.dtype if support.supported else None, support.reason)
 
 
 def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
@@ -293,15 +292,6 @@ def _downgrade(policy: Policy, hardware: Hardware, reason: str) -> None:
     if policy.on_unsupported is OnUnsupported.WARN and message not in _warned:
         _warned.add(message)
         warnings.warn(f"{message}. Running in float32.", UserWarning, stacklevel=user_stack_level())
-
-
-def user_stack_level() -> int:
-    """Return the `stacklevel` of the first caller outside mezzo."""
-    package = __name__.partition(".")[0]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 @dataclass(frozen=True)
@@ -339,6 +329,6 @@ def diff(first: Policy, second: Policy, hardware: Hardware) -> PolicyDiff:
 
 
 def _rules(policy: Policy, hardware: Hardware) -> dict[str, str]:
-    dtype = resolve_quietly(policy, hardware).dtype or policy.dtype or torch.float16
+    dtype = resolve_dtype_quietly(policy, hardware).dtype or policy.dtype or torch.float16
     entries = all_entries(policy, dtype, hardware.device)
     return {name: entry.rule.value for name, entry in entries.items()}

@@ -11,7 +11,7 @@ import torch
 
 from mezzo._hardware import hardware
 from mezzo.policy import missing_kernels
-from mezzo.policy.decide import all_entries, resolve_quietly
+from mezzo.policy.decide import all_entries, resolve_dtype_quietly
 from mezzo.policy.policy import Policy
 
 
@@ -72,7 +72,7 @@ def ops(
     """
     parsed, facts = Policy.parse(policy, **overrides), hardware(device)
     # The op lists of a device can be read on a machine without it.
-    dtype = resolve_quietly(parsed, facts).dtype or parsed.dtype or torch.float16
+    dtype = resolve_dtype_quietly(parsed, facts).dtype or parsed.dtype or torch.float16
     entries = all_entries(parsed, dtype, facts.device)
     return OpTable(
         [

@@ -16,7 +16,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, unknown
 from mezzo._hardware import hardware
 from mezzo.policy import decide, parse, presets
-from mezzo.policy.decide import PolicyDiff, diff, resolve_quietly
+from mezzo.policy.decide import PolicyDiff, diff, resolve_dtype_quietly
 from mezzo.policy.parse import (
     ConditionalArg,
     DtypeArg,
@@ -211,7 +211,7 @@ class Policy:
         softmax runs in float32: sums exponentials: float16 overflows past 65504.
         """
         facts = hardware(device)
-        resolved = resolve_quietly(self, facts)
+        resolved = resolve_dtype_quietly(self, facts)
         dtype = resolved.dtype
         if facts.absent is not None and self.level is not Level.O0:
             dtype = self.dtype or torch.float16

@@ -115,7 +115,7 @@ class Level(ParsedEnum):
     O1 = "O1"
     """float32 parameters; op lists choose the precision of each op."""
     O2 = "O2"
-    """16-bit parameters with master weights; every op 16-bit except a short list."""
+    """16-bit parameters with master weights; torch's op lists are those of O1."""
     O3 = "O3"
     """16-bit parameters without master weights; every op 16-bit."""
     OD = "OD"

@@ -81,7 +81,7 @@ def read_targets(models: Any, optimizers: Any) -> Targets:
 
 def models_of(argument: Any) -> tuple[nn.Module, ...]:
     """Return the models in an argument, each once; of a compiled model the original."""
-    models = tuple(dict.fromkeys(uncompiled(one) for one in flat(argument)))
+    models = tuple(dict.fromkeys(uncompiled(model) for model in flat(argument)))
     for model in models:
         if not isinstance(model, nn.Module):
             raise PolicyError(
@@ -110,13 +110,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def inside_fabric(models: Any) -> Any:
+def without_fabric(models: Any) -> Any:
     """Return models without Fabric's wrappers: as they were, or in DistributedDataParallel.
 
     The outputs of a wrapper refuse every backward pass but that of `fabric.backward`.
     """
     if isinstance(models, list | tuple):
-        return [inside_fabric(model) for model in models]
+        return [without_fabric(model) for model in models]
     return models._forward_module if _is_wrapper(type(models), "_FabricModule") else models
 
 
@@ -132,7 +132,7 @@ def is_inside_ddp(models: Iterable[nn.Module]) -> bool:
     trained = [
         parameter for model in models for parameter in model.parameters() if parameter.requires_grad
     ]
-    if not any(map(_keeps_node, trained)):
+    if not keeps_autograd_graph(trained):
         return False
     # A deleted wrapper is in reference cycles, and found until it is collected.
     gc.collect()
@@ -144,14 +144,32 @@ def is_inside_ddp(models: Iterable[nn.Module]) -> bool:
     return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
 
 
+def keeps_autograd_graph(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether an autograd graph of these parameters is in memory, such as that of a loss.
+
+    It holds the nodes that accumulate gradients, as DistributedDataParallel does too. They run on
+    the stream on which they were created, and a capture on another one that uses them fails.
+
+    >>> weight = torch.ones(1, requires_grad=True)
+    >>> loss = weight * 2
+    >>> keeps_autograd_graph([weight])
+    True
+    >>> del loss
+    >>> keeps_autograd_graph([weight])
+    False
+    """
+    return any(_keeps_node(parameter) for parameter in parameters if parameter.requires_grad)
+
+
 def _keeps_node(parameter: torch.Tensor) -> bool:
-    """Return whether the node that accumulates a gradient is kept: by a wrapper, or a live loss."""
-    node: Any = get_gradient_edge(parameter).node
-    node.metadata[_MARK] = True
-    del node
-    # A new node if nothing kept the other.
-    node = get_gradient_edge(parameter).node
-    return node.metadata.pop(_MARK, None) is not None
+    """Return whether the node of a parameter is the same if it is asked for twice."""
+    _metadata(parameter)[_MARK] = True
+    return _metadata(parameter).pop(_MARK, None) is not None
+
+
+def _metadata(parameter: torch.Tensor) -> Any:
+    """Return the dictionary of the node that accumulates the gradients of a parameter."""
+    return get_gradient_edge(parameter).node.metadata
 
 
 def optimizers_of(argument: Any) -> tuple[Optimizer, ...]:

@@ -88,7 +88,7 @@ def save_checkpoint(
     _refuse_mid_accumulation(
         models, optimizers, "call save_checkpoint(path, step=step), which saves them"
     )
-    if any(decoration.is_lent for decoration in _decorations((), optimizers)):
+    if any(decoration.holds_averages for decoration in _decorations((), optimizers)):
         raise CheckpointError(
             "The optimizer's model holds averaged weights inside `with ema.applied()`, from which"
             " training cannot continue. Save the run outside of the `with`, or the averaged model"
@@ -240,7 +240,7 @@ def load_checkpoint(
         optimizers,
         "call step.flush() first, or load_checkpoint(path, step=step) of a saved step",
     )
-    if any(decoration.is_lent for decoration in _decorations(models, optimizers)):
+    if any(decoration.holds_averages for decoration in _decorations(models, optimizers)):
         raise CheckpointError(
             "The model holds averaged weights inside `with ema.applied()`, whose end would undo the"
             " load. Load outside of the `with`."

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
-from mezzo._errors import PolicyError, UnsupportedError
+from mezzo._errors import PolicyError, UnsupportedError, user_stack_level
 from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.autocast import bind_module_rules
 from mezzo.optim import state_dict
 from mezzo.optim.bind_optimizer import bind_optimizer, cast_state
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.policy.decide import user_stack_level
 from mezzo.policy.types import Level, Master
 from mezzo.prepare import forward, half_weights, model_state_dict
 from mezzo.prepare.arguments import (
@@ -33,7 +32,7 @@ from mezzo.prepare.arguments import (
 from mezzo.prepare.decoration import Decoration, all_decorated, decoration_of, flatten_rnns, mark
 from mezzo.prepare.half_weights import HalfWeights
 from mezzo.prepare.norms import keep_input_dtype
-from mezzo.prepare.plan import DecoratePlan, Dtype, PolicyArg, make_plan
+from mezzo.prepare.plan import DecoratePlan, Dtype, PolicyArg, input_dtype_of, make_plan
 from mezzo.prepare.sharding import refuse_replaced_parameters, refuse_undo
 
 ModelT = TypeVar("ModelT", bound=Models)
@@ -311,8 +310,8 @@ def _wrap_model(
         undo.callback(binding.apply_in_all_threads())
     wrapper = forward.ForwardWrapper(
         region,
-        inputs=plan.dtype if plan.converts and not plan.casts_only_parameters else None,
-        outputs=plan.output_dtype,
+        input_dtype=input_dtype_of(plan),
+        output_dtype=plan.output_dtype,
         defer_to_autocast=plan.defer_to_autocast,
     )
     undo.callback(forward.wrap_forward(wrapper, model))
@@ -363,7 +362,7 @@ def refuse_moves(model: nn.Module, *, converted: bool) -> Callable[[], None]:
     if converted:
         # A class that defines its pickles would pickle the guard, which refers to the module again.
         modules = model.named_modules()
-        guarded |= {name: one for name, one in modules if not forward.pickles_itself(one)}
+        guarded |= {name: module for name, module in modules if not forward.pickles_itself(module)}
     for name, module in guarded.items():
         module.__dict__["_apply"] = _MoveGuard(module, name, converted=converted)
     return partial(_allow_moves, list(guarded.values()))

@@ -53,7 +53,7 @@ class Decoration:
         self.scaler: GradScaler | bool | None = None
         """The scaler of training steps that are created without `scaler=`: an integration shares
         its own."""
-        self.is_lent = False
+        self.holds_averages = False
         """Whether the models hold averaged weights, inside `EMA.applied()`, and must not train."""
 
     def share_scaler(self, scaler: GradScaler | None) -> None:
@@ -61,13 +61,13 @@ class Decoration:
         self.scaler = False if scaler is None else scaler
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def holding_averages(self) -> Iterator[None]:
         """Refuse training inside the block, in which the models hold averaged weights."""
-        before, self.is_lent = self.is_lent, True
+        before, self.holds_averages = self.holds_averages, True
         try:
             yield
         finally:
-            self.is_lent = before
+            self.holds_averages = before
 
     def undo(self) -> None:
         """Restore models and optimizers, with the current float32 values of all tensors.
@@ -108,7 +108,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     Any other optimizer is returned as it is.
     """
     inner: Any = getattr(optimizer, "optimizer", None)
-    is_wrapper = any(one.__name__ in _OPTIMIZER_WRAPPERS for one in type(optimizer).__mro__)
+    is_wrapper = any(base.__name__ in _OPTIMIZER_WRAPPERS for base in type(optimizer).__mro__)
     return inner if is_wrapper and decoration_of(inner) is not None else optimizer
 
 

@@ -94,7 +94,7 @@ class EMA:
             refusal = _RefuseSteps(averaged.tensors)
             undo.callback(register_optimizer_step_pre_hook(refusal).remove)
             for decoration in averaged.decorations:
-                undo.enter_context(decoration.lent())
+                undo.enter_context(decoration.holding_averages())
             averaged.write_to_model(self._averages, undo)
             clear_weight_cache()
             yield self.model
@@ -196,10 +196,10 @@ class _RefuseSteps:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ):
-            raise UnsupportedError(refused_while_lent(f"{type(optimizer).__name__}.step()"))
+            raise UnsupportedError(averages_refusal(f"{type(optimizer).__name__}.step()"))
 
 
-def refused_while_lent(what: str) -> str:
+def averages_refusal(what: str) -> str:
     """Return the message of the error for training inside `EMA.applied()`."""
     return (
         f"{what} was called inside `with ema.applied()`: the model holds averaged weights, and its"

@@ -22,7 +22,12 @@ from torch.compiler import is_dynamo_compiling
 from mezzo._casting import cast_all
 from mezzo._errors import UnsupportedError
 from mezzo.autocasting.arguments import policy_of, region_for
-from mezzo.autocasting.module_rules import Forward, replace_forward
+from mezzo.autocasting.module_rules import (
+    RULED_FORWARD,
+    WRAPPED_FORWARD,
+    Forward,
+    replace_forward,
+)
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.policy.policy import Policy
 from mezzo.prepare.mixed_dtypes import explain_mixed_dtypes
@@ -30,8 +35,6 @@ from mezzo.prepare.mixed_dtypes import explain_mixed_dtypes
 DECORATION = "_mezzo_decoration"
 """The attribute of models and optimizers that holds their `Decoration`."""
 
-_WRAPPED, _RULED = "mezzo_behind", "mezzo_original"
-"""Attributes of forwards that a wrapper and a module rule have put in place: what they replaced."""
 _REDUCE, _DEEPCOPY = "__reduce_ex__", "__deepcopy__"
 _NOT_COPIED = (_REDUCE, _DEEPCOPY, "_apply", DECORATION)
 """Attributes of a decorated model that its copies do not get."""
@@ -43,9 +46,9 @@ class ForwardWrapper:
 
     region: Region
     """The autocast region that the model runs in."""
-    inputs: torch.dtype | None
+    input_dtype: torch.dtype | None
     """Dtype that floating-point inputs are cast to; None does not cast them."""
-    outputs: torch.dtype | None
+    output_dtype: torch.dtype | None
     """Dtype that outputs are cast to; None does not cast them."""
     defer_to_autocast: bool = False
     """Whether an enabled region around the call is used instead: then nothing is cast."""
@@ -53,30 +56,28 @@ class ForwardWrapper:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle with the policy of the region, whose op table exists in one process."""
         return _made_again, (
-            replace(self.region, owner=None),
+            replace(self.region, table=None),
             policy_of(self.region),
-            self.inputs,
-            self.outputs,
+            self.input_dtype,
+            self.output_dtype,
             self.defer_to_autocast,
         )
 
 
 def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None]:
     """Replace the forward of a model; return a function that restores it."""
-    region, inputs, outputs = wrapper.region, wrapper.inputs, wrapper.outputs
-    defers = wrapper.defer_to_autocast
+    region, input_dtype, output_dtype = wrapper.region, wrapper.input_dtype, wrapper.output_dtype
+    defer_to_autocast = wrapper.defer_to_autocast
 
     def make(function: Forward, bound: bool) -> Forward:  # noqa: FBT001
         def forward(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            outer = defers and torch.is_autocast_enabled(region.device)
-            if inputs is not None and not outer:
-                args, kwargs = (
-                    cast_all(args, inputs, region.device),
-                    cast_all(kwargs, inputs, region.device),
-                )
+            is_deferred = defer_to_autocast and torch.is_autocast_enabled(region.device)
+            if input_dtype is not None and not is_deferred:
+                args = cast_all(args, input_dtype, region.device)
+                kwargs = cast_all(kwargs, input_dtype, region.device)
             if not bound:
                 args = (self_, *args)
-            with nullcontext() if outer else enter_regions(region):
+            with nullcontext() if is_deferred else enter_regions(region):
                 if is_dynamo_compiling():
                     # Not in `try`, where dynamo cannot break a graph.
                     result = function(*args, **kwargs)
@@ -87,7 +88,9 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
                         if (explained := explain_mixed_dtypes(error)) is None:
                             raise
                         raise explained from error
-            return result if outputs is None else cast_all(result, outputs, region.device)
+            if output_dtype is None:
+                return result
+            return cast_all(result, output_dtype, region.device)
 
         # Dynamo keeps its caches by code object: models that share one recompile for each other, at
         # most 8 times. By name it collects the sizes that vary, for which it compiles dynamic code.
@@ -97,7 +100,7 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
         return forward
 
     # A deep copy of a decorated model has a wrapper already, which this one replaces.
-    restore_forward = replace_forward(model, _WRAPPED, make)
+    restore_forward = replace_forward(model, WRAPPED_FORWARD, make)
     wrapped: Any = model.__dict__["forward"]
     wrapped.__func__.mezzo_wrapper = wrapper
     model.__dict__.update(
@@ -144,7 +147,7 @@ def _made_again(region: Region, policy: Policy | None, *options: Any) -> Forward
     except UnsupportedError:
         # The file may be read on a machine without such a device; the model must be cast before it
         # can run there.
-        rebuilt = Region(region.device, False, region.dtype, region.cache_enabled)
+        rebuilt = region.disabled()
     return ForwardWrapper(rebuilt, *options)
 
 
@@ -197,7 +200,7 @@ def _made_and_wrapped(
 
 @contextmanager
 def _unwrapped(model: nn.Module) -> Iterator[ForwardWrapper]:
-    """Take out of a model what decoration has put there in the block, which copies it."""
+    """Remove the decoration from a model inside the block, in which the model is copied."""
     attributes = model.__dict__
     if DECORATION in attributes and attributes[DECORATION].plan.converts:
         _refuse_averaged_model()
@@ -241,14 +244,14 @@ class _PickledForward:
         ruled = [
             name
             for name, part in self._model.named_modules()
-            if hasattr(part.__dict__.get("forward"), _RULED)
+            if hasattr(part.__dict__.get("forward"), RULED_FORWARD)
         ]
         if ruled:
             raise UnsupportedError(
                 f"The model has module rules ({', '.join(ruled)}), which cannot be pickled. Save"
                 " its state_dict(), or call mezzo.undecorate(model) first."
             )
-        original = getattr(self._forward, _WRAPPED)
+        original = getattr(self._forward, WRAPPED_FORWARD)
         return _unpickled_forward, (
             self._model,
             self._forward.mezzo_wrapper,

@@ -79,7 +79,7 @@ def master_params(source: nn.Module | Optimizer) -> MasterParams:
         )
     masters = ModelMasters(source)
     return MasterParams(
-        ((name, masters.current(one)) for name, one in source.named_parameters()),
+        ((name, masters.current(parameter)) for name, parameter in source.named_parameters()),
         (masters.current(buffer) for buffer in source.buffers()),
     )
 

@@ -16,7 +16,7 @@ from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
 from mezzo.optim.bind_optimizer import is_zero_redundancy, refuse_wrapper
 from mezzo.optim.master_formats import MASTER_FORMATS
-from mezzo.policy.decide import Resolved, resolve
+from mezzo.policy.decide import ResolvedDtype, resolve_dtype
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import Models, Optimizers, Targets, read_targets
@@ -178,6 +178,11 @@ class Plan:
         return [*lines, *self.faster_layers]
 
 
+def input_dtype_of(plan: Plan) -> torch.dtype | None:
+    """Return the dtype that models cast floating-point inputs to first; None if they do not."""
+    return plan.dtype if plan.converts and not plan.casts_only_parameters else None
+
+
 @dataclass(frozen=True, eq=False)
 class DecoratePlan:
     """A plan together with the objects that it changes."""
@@ -260,7 +265,7 @@ def make_plan(
     """Plan a `decorate` call. All its errors are raised here, before anything changes."""
     targets = read_targets(model, optimizer)
     read_policy, keep_full = read_keep_full(policy, overrides, targets.models)
-    resolved = resolve(read_policy, hardware(targets.device))
+    resolved = resolve_dtype(read_policy, hardware(targets.device))
     half = resolved.dtype if read_policy.level in _CONVERTS else None
     _refuse_wrappers(targets, replaces_step=half is not None or clip_norm is not None)
     sharded = is_sharded_model(targets.models)
@@ -342,7 +347,7 @@ def _master(policy: Policy, half: torch.dtype | None, targets: Targets) -> Maste
     return master if targets.optimizers else Master.NONE
 
 
-def _why_float32(policy: Policy, resolved: Resolved, *, sharded: bool) -> str:
+def _why_float32(policy: Policy, resolved: ResolvedDtype, *, sharded: bool) -> str:
     if policy.level not in _CONVERTS:
         return f"parameters stay float32 at {policy.level.value}"
     if sharded and resolved.dtype is not None:

@@ -129,7 +129,7 @@ def refuse_parts_of(step: Step | None, parts: tuple[Any, ...], scheduler: Any) -
     schedulers = () if scheduler is None else flat(scheduler)
     if step is None or (
         all(part is None for part in parts)
-        and not any(one is own for one in schedulers for own in step.schedulers)
+        and not any(scheduler is own for scheduler in schedulers for own in step.schedulers)
     ):
         return
     raise CheckpointError(

@@ -134,7 +134,9 @@ def plan_groups(
 ) -> tuple[GroupPrecision, ...]:
     """Choose the precision of each group of sharded models at O2; raise for what cannot be."""
     groups = [group for model in models for group in fsdp_groups(model)]
-    names = {id(one): name for model in models for name, one in model.named_parameters()}
+    names = {
+        id(parameter): name for model in models for name, parameter in model.named_parameters()
+    }
     _refuse_unsharded(names, groups, models)
     _refuse_policy(policy, optimizers)
     if any(group.has_run for group in groups):
@@ -204,7 +206,11 @@ def _refuse_unsharded(names: dict[int, str], groups: list[FsdpGroup], models: Mo
 
 def _kept(model: nn.Module, keep: KeepFull) -> list[nn.Parameter]:
     reasons = keep.reasons(model)
-    return [one for name, one in model.named_parameters(remove_duplicate=False) if name in reasons]
+    return [
+        parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in reasons
+    ]
 
 
 def _without_plain_norms(keep: KeepFull) -> KeepFull:

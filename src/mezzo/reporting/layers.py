@@ -69,8 +69,8 @@ def layer_rows(run: RunData) -> list[LayerRow]:
     """Return a row for each layer in the log, in the order of the model."""
     counts: dict[str, LoggedCounts] = {}
     for line in run.of("gradients"):
-        for name, one in gradient_counts(line):
-            counts[name] = counts.get(name, LoggedCounts()).plus(one)
+        for name, layer_counts in gradient_counts(line):
+            counts[name] = counts.get(name, LoggedCounts()).plus(layer_counts)
     headroom: dict[str, float] = {}
     lost: dict[str, float] = {}
     dtypes: dict[str, str] = {}

@@ -78,7 +78,7 @@ class GradientCounts:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = list(parameters)
         """The parameters in the order in which they are counted."""
-        self._index = {id(one): index for index, one in enumerate(self.parameters)}
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.memory = torch.zeros(
             1 + _ROOM * len(self.parameters), 4, dtype=torch.int64, device=parameters[0].device
         )

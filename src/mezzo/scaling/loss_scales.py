@@ -208,7 +208,7 @@ def first_states(rule: ScaleRule, scale: float, losses: int) -> list[ScaleState]
     return [ScaleState(rule.clamp(scale))] * losses
 
 
-class FusedStepProtocol(Protocol):
+class BoundStep(Protocol):
     """A bound step that skips by itself, on a CPU too: 16-bit gradients stay scaled."""
 
     device_values: frozenset[str]
@@ -231,8 +231,10 @@ class FusedStepProtocol(Protocol):
         """
 
 
-def binding_of(optimizer: torch.optim.Optimizer) -> FusedStepProtocol | None:
+def binding_of(optimizer: torch.optim.Optimizer) -> BoundStep | None:
     """Return the binding of a bound optimizer, or None.
+
+    In `optim` and above it, `optimizer_binding` returns the same with its whole type.
 
     >>> binding_of(torch.optim.SGD([torch.zeros(1)], lr=0.1))
     """

@@ -22,6 +22,7 @@ from mezzo.scaling.loss_scales import (
 from mezzo.scaling.mesh import ProcessMesh, mesh_of
 from mezzo.scaling.scale_state import OptimizerStage
 from mezzo.scaling.scale_tensors import HostLossScale
+from mezzo.scaling.scaler_schedules import Schedules, advance_scheduler
 from mezzo.scaling.step_result import (
     NO_SOURCE,
     FlaggedSource,
@@ -40,7 +41,7 @@ class OptimizerRecords:
     def __init__(
         self,
         scales: LossScales,
-        schedules: optimizer_step.Schedules,
+        schedules: Schedules,
         reduce_found_inf: Callable[[torch.Tensor], object] | None,
     ) -> None:
         self._scales, self._schedules = scales, schedules
@@ -209,10 +210,10 @@ class OptimizerRecords:
             return StepResult.known(None, skipped=True, source=source)
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
-            optimizer_step.advance(optimizer, scheduler)
+            advance_scheduler(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
-    def step_fused(
+    def step_with_flag(
         self,
         optimizer: Optimizer,
         record: OptimizerRecord,
@@ -220,14 +221,14 @@ class OptimizerRecords:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> StepResult:
-        """Step an optimizer that reads the scale and the flag on the device, and skips there."""
+        """Step an optimizer that reads the scale and the flag itself, and skips by itself."""
         unscaled = record.stage is OptimizerStage.UNSCALED
         if not unscaled:
             self.check_one_scale("step()")
             self.check(optimizer, record, 0, None)
         scale = next(scale for scale in self._scales.scales if scale is not None).scale
         found_inf = combine(self._require_flags(record), scale.device)
-        with optimizer_step.scaling_info(optimizer, scale, found_inf, unscaled=unscaled):
+        with optimizer_step.amp_attributes(optimizer, scale, found_inf, unscaled=unscaled):
             if scheduler is None:
                 return StepResult(optimizer.step(*args, **kwargs), found_inf, record.source)
             with self._schedules.values_applied(optimizer, scheduler, found_inf):
@@ -247,7 +248,7 @@ class OptimizerRecords:
         flags = record.all_flags()
         found_inf = combine(flags, common_device(flags)) if flags else None
         if scheduler is not None and (found_inf is None or not bool(found_inf)):
-            optimizer_step.advance(optimizer, scheduler)
+            advance_scheduler(optimizer, scheduler)
         return StepResult(value, found_inf, record.source)
 
     def _require_flags(self, record: OptimizerRecord) -> list[torch.Tensor]:

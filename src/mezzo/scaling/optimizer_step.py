@@ -1,4 +1,4 @@
-"""Step an optimizer: torch's `found_inf` protocol, schedulers, optimizers that wrap others."""
+"""Step an optimizer: torch's `found_inf` protocol, and optimizers that wrap others."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo import _launch
 from mezzo._errors import ScalerError
-from mezzo.scaling.loss_scales import FusedStepProtocol, binding_of
+from mezzo.scaling.loss_scales import BoundStep, binding_of
 from mezzo.scaling.mesh import any_sharded
-from mezzo.scaling.schedule_lookahead import check, scheduled_keys
-from mezzo.scaling.schedule_sync import catch_up, groups_of, is_synced_on_read, stop_sync
-
-if TYPE_CHECKING:
-    from mezzo.scaling.device_schedule import DeviceSchedule
+from mezzo.scaling.schedule_sync import groups_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -46,7 +40,7 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     return found
 
 
-def bindings_of(optimizer: Optimizer) -> list[FusedStepProtocol]:
+def bindings_of(optimizer: Optimizer) -> list[BoundStep]:
     """Return the binding of an optimizer, or the bindings of the optimizers that it wraps."""
     binding = binding_of(optimizer)
     if binding is not None:
@@ -150,7 +144,7 @@ decorated optimizer holds its model and masters."""
 
 
 @contextmanager
-def scaling_info(
+def amp_attributes(
     optimizer: Any, scale: torch.Tensor, found_inf: torch.Tensor, *, unscaled: bool
 ) -> Iterator[None]:
     """Set `grad_scale` and `found_inf` on an optimizer inside the block, as torch's scaler does."""
@@ -161,111 +155,3 @@ def scaling_info(
         yield
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-# -- schedulers ------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Running:
-    """A scheduler whose schedule runs on the device."""
-
-    scheduler: LRScheduler
-    schedule: DeviceSchedule
-    good: torch.Tensor
-    """Successful steps of the optimizer since the schedule started, on the device."""
-
-
-class Schedules:
-    """The device schedule of each optimizer that was stepped with a scheduler."""
-
-    def __init__(self) -> None:
-        self._running: dict[Optimizer, _Running] = {}
-        self._accepted: WeakSet[LRScheduler] = WeakSet()
-
-    def accept(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        """Raise `UnsupportedError` if a scheduler cannot be stepped with an optimizer."""
-        if scheduler not in self._accepted or scheduler.optimizer is not optimizer:
-            check(optimizer, scheduler)
-            self._accepted.add(scheduler)
-
-    @contextmanager
-    def values_applied(
-        self, optimizer: Optimizer, scheduler: LRScheduler, found_inf: torch.Tensor
-    ) -> Iterator[None]:
-        """Set the scheduler's values for one step, and advance it unless the step is skipped."""
-        if not _is_deferred(optimizer, scheduler, found_inf.device):
-            yield
-            if not bool(found_inf):
-                advance(optimizer, scheduler)
-            return
-        running = self._running_for(optimizer, scheduler, found_inf.device)
-        with running.schedule.values_applied(running.good):
-            yield
-        running.good.add_(found_inf == 0)
-
-    def before_replay(self) -> tuple[int, ...]:
-        """Do the host work before a replay; return the addresses of the tables that it reads."""
-        # Runs at every replay, mostly without a schedule.
-        if not self._running:
-            return ()
-        for optimizer, last in self._running.items():
-            running = self._running_for(optimizer, last.scheduler, last.good.device)
-            running.schedule.before_replay(running.good)
-        return self.tables()
-
-    def tables(self) -> tuple[int, ...]:
-        """Return the addresses of the tables of future values."""
-        return tuple([running.schedule.address for running in self._running.values()])
-
-    def reconcile(self) -> None:
-        """Bring schedulers and optimizers up to date.
-
-        This synchronizes if a step was taken since the last time.
-        """
-        for optimizer in self._running:
-            catch_up(optimizer)
-
-    def _running_for(
-        self, optimizer: Optimizer, scheduler: LRScheduler, device: torch.device
-    ) -> _Running:
-        """Return the schedule of a scheduler.
-
-        Starts a new one if another scheduler, or another scaler, has stepped the optimizer since.
-        """
-        running = self._running.get(optimizer)
-        if (
-            running is None
-            or running.scheduler is not scheduler
-            or not is_synced_on_read(optimizer, running.schedule)
-        ):
-            running = self._running[optimizer] = _start(optimizer, scheduler, device)
-        return running
-
-
-def advance(optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Step a scheduler after a step that is known on the host to be successful."""
-    # Another scaler may have stepped it on a device before.
-    stop_sync(optimizer)
-    scheduler.step()
-
-
-def _is_deferred(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> bool:
-    """Return whether only the device has the answer whether a step was skipped."""
-    if not _launch.needs_sync(device):
-        return False
-    binding = binding_of(optimizer)
-    # If a bound step reads a scheduled value on the host, the flag may be read there too.
-    return binding is None or binding.device_values.issuperset(scheduled_keys(scheduler))
-
-
-def _start(optimizer: Optimizer, scheduler: LRScheduler, device: torch.device) -> _Running:
-    # Imported when a scheduler is first passed, which most users never do.
-    from mezzo.scaling.device_schedule import DeviceSchedule  # noqa: PLC0415
-
-    # An earlier schedule brings the optimizer up to date first.
-    stop_sync(optimizer)
-    good = torch.zeros((), dtype=torch.int64, device=device)
-    schedule = DeviceSchedule(optimizer, scheduler, device)
-    schedule.reconcile_when_read(lambda: int(good))
-    return _Running(scheduler, schedule, good)

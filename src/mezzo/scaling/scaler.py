@@ -18,6 +18,7 @@ from mezzo.scaling.gradients import backward_isolated
 from mezzo.scaling.loss_scales import LossScales, first_states
 from mezzo.scaling.optimizer_records import OptimizerRecords
 from mezzo.scaling.scale_state import LARGEST, OnCollapse, OptimizerStage, ScaleRule, ScaleState
+from mezzo.scaling.scaler_schedules import Schedules, advance_scheduler
 from mezzo.scaling.step_result import StepResult
 from mezzo.scaling.torch_scaler_api import TorchScalerApi
 
@@ -78,7 +79,7 @@ class GradScaler(TorchScalerApi):
       sum, so that all processes skip a step together. It is called once per check.
     """
 
-    _advises = True
+    _warns_if_not_needed = True
     """Whether to warn that a bfloat16 loss needs no loss scaling."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -138,20 +139,20 @@ class GradScaler(TorchScalerApi):
             dynamic,
             warmup_steps,
         )
-        self._start(
+        self._initialize(
             rule,
             first_states(rule, init_scale, num_losses),
             _Settings(collapse_patience, OnCollapse.parse(on_collapse), reduce_found_inf),
         )
 
-    def _start(self, rule: ScaleRule, states: list[ScaleState], settings: _Settings) -> None:
+    def _initialize(self, rule: ScaleRule, states: list[ScaleState], settings: _Settings) -> None:
         self._settings = settings
         self._scales = LossScales(
             rule,
             states,
             [CollapseMonitor(settings.collapse_patience, settings.on_collapse) for _ in states],
         )
-        self._schedules = optimizer_step.Schedules()
+        self._schedules = Schedules()
         self._records = OptimizerRecords(self._scales, self._schedules, settings.reduce_found_inf)
 
     # -- scaling -----------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ class GradScaler(TorchScalerApi):
         elif optimizer_step.takes_grad_scaler(optimizer):
             step, kwargs = self._records.step_with_scaler, {**kwargs, "grad_scaler": self}
         else:
-            step = self._records.step_fused
+            step = self._records.step_with_flag
         result = step(optimizer, record, scheduler, args, kwargs)
         record.enter(OptimizerStage.STEPPED)
         return result
@@ -366,7 +367,7 @@ class GradScaler(TorchScalerApi):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(**state)
+        self._initialize(**state)
 
     # -- private -----------------------------------------------------------------------------------
 
@@ -375,7 +376,7 @@ class GradScaler(TorchScalerApi):
         scale = scales[loss_id] if 0 <= loss_id < len(scales) else None
         if scale is None:
             scale = self._scales.make(output.device, loss_id)
-            if self._advises:
+            if self._warns_if_not_needed:
                 warn_if_not_needed(output)
         return (
             scale.scale
@@ -431,7 +432,7 @@ class DisabledGradScaler(GradScaler):
             self._schedules.accept(optimizer, scheduler)
         value = optimizer.step(*args, **kwargs)
         if scheduler is not None:
-            optimizer_step.advance(optimizer, scheduler)
+            advance_scheduler(optimizer, scheduler)
         return StepResult.known(value, skipped=False)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

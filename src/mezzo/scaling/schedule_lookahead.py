@@ -38,7 +38,7 @@ _REMEDY = (
 )
 
 
-def check(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
+def check_scheduler(optimizer: torch.optim.Optimizer, scheduler: lr_scheduler.LRScheduler) -> None:
     """Raise `UnsupportedError` if the future values of a scheduler cannot be computed.
 
     Changes neither the scheduler nor the optimizer.

@@ -103,8 +103,8 @@ class ParameterNames:
             return str(registered)
         position = 0
         for group in groups_of(optimizer):
-            for index, one in enumerate(group["params"]):
-                if one is parameter:
+            for index, member in enumerate(group["params"]):
+                if member is parameter:
                     names = group.get("param_names")
                     return f"parameter {position}" if names is None else str(names[index])
                 position += 1

@@ -80,7 +80,7 @@ def _count(counts, slot, nonfinite, small, size, is_first):
         "sizes",
         "chunks",
         "factor",
-        "found",
+        "found_inf",
         "flags",
         "squares",
         "counts",
@@ -92,7 +92,7 @@ def check_kernel(
     sizes,
     chunks,
     factor,
-    found,
+    found_inf,
     flags,
     squares,
     counts,  # int64 [slots, 4]: see `GradientCounts`
@@ -144,7 +144,7 @@ def check_kernel(
         tl.store(squares + program, total)
     if nonfinite != 0:
         # All programs write the same value: no atomics needed.
-        tl.store(found, 1.0)
+        tl.store(found_inf, 1.0)
         if flagged:
             tl.store(flags + tensor, 1)
 
@@ -162,9 +162,9 @@ def advance_kernel(
 ):
     """Do what `next_state` does, in float64 and rounded once."""
     skipped = tl.load(found_inf) != 0.0
-    one = skipped.to(tl.float32)
-    tl.store(counters + 1, tl.load(counters + 1) + one)
-    tl.store(counters + 2, (tl.load(counters + 2) + 1.0) * one)
+    increment = skipped.to(tl.float32)
+    tl.store(counters + 1, tl.load(counters + 1) + increment)
+    tl.store(counters + 2, (tl.load(counters + 2) + 1.0) * increment)
     if changes:
         growth_interval, backoff_interval = tl.load(rule + 4), tl.load(rule + 5)
         consecutive = tl.load(rule + 6) != 0.0

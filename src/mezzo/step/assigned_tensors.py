@@ -113,7 +113,7 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     is_sequence = type(value) in (tuple, list)
-    return list(value) if is_sequence and all(isinstance(one, Tensor) for one in value) else []
+    return list(value) if is_sequence and all(isinstance(item, Tensor) for item in value) else []
 
 
 def _fits(tensor: Tensor, new: Tensor) -> bool:

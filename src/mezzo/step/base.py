@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
-from mezzo.prepare.ema import refused_while_lent
+from mezzo.prepare.ema import averages_refusal
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.components import StepComponents
 from mezzo.step.executor import StepExecutor
@@ -97,8 +97,8 @@ class Step:
         """
         if self._calls >= self._next_observed and self._observer is not None:
             return self._observer(call)
-        if self._components.decoration.is_lent:
-            self._check_not_lent("The training step")
+        if self._components.decoration.holds_averages:
+            self._refuse_averages("The training step")
         if not self._is_checked:
             self._check_processes()
         # Free the old outputs before the forward pass, which needs the memory.
@@ -163,19 +163,19 @@ class Step:
         With DistributedDataParallel all ranks must call it, after the same number of calls; the
         gradients are averaged over the ranks first.
         """
-        if self._components.replicas:
-            self._components.replicas.check_positions(self._position)
+        if self._components.ddp:
+            self._components.ddp.check_positions(self._position)
         if self._position:
-            self._check_not_lent("flush()")
+            self._refuse_averages("flush()")
             calls, self._position = self._position, 0
             self._runner.flush(calls)
             self._calls += 1
             self._finish_update()
 
-    def _check_not_lent(self, operation: str) -> None:
-        """Raise while the model holds averaged weights."""
-        if self._components.decoration.is_lent:
-            raise UnsupportedError(refused_while_lent(operation))
+    def _refuse_averages(self, operation: str) -> None:
+        """Raise inside `EMA.applied()`, where the model holds averaged weights."""
+        if self._components.decoration.holds_averages:
+            raise UnsupportedError(averages_refusal(operation))
 
     def _finish_update(self) -> None:
         self._updates += 1
@@ -203,8 +203,12 @@ class Step:
     def _cast_by_model(self) -> str:
         """Return what to do if the model has cast a trained parameter to 16 bits; empty if not."""
         plan = self._components.decoration.plan
-        parameters = (one for model in self.models for one in model.named_parameters())
-        cast = [name for name, one in parameters if one.requires_grad and one.dtype in HALF_DTYPES]
+        parameters = (named for model in self.models for named in model.named_parameters())
+        cast = [
+            name
+            for name, parameter in parameters
+            if parameter.requires_grad and parameter.dtype in HALF_DTYPES
+        ]
         if plan.converts or not cast:
             return ""
         return (
@@ -364,7 +368,7 @@ class Step:
 
     def run_state(self) -> dict[str, Any]:
         """Return scaler, schedulers and counters: the state without models and optimizers."""
-        self._check_not_lent("run_state()")
+        self._refuse_averages("run_state()")
         return run_state_dict(self._components, position=self._position, updates=self._updates)
 
     def load_run_state(self, state: dict[str, Any]) -> None:
@@ -372,7 +376,7 @@ class Step:
 
         A state that does not fit raises `CheckpointError` and changes nothing.
         """
-        self._check_not_lent("load_run_state()")
+        self._refuse_averages("load_run_state()")
         self._position, self._updates = load_run_state(
             self._components, state, self._executor.options.accumulate
         )
@@ -385,7 +389,7 @@ class Step:
         That is the state of models, optimizers, scaler and schedulers, gradients accumulated so
         far, counters and random generators.
         """
-        self._check_not_lent("state_dict() of a step")
+        self._refuse_averages("state_dict() of a step")
         return step_state_dict(
             self._components,
             self._executor.buffers,
@@ -398,7 +402,7 @@ class Step:
 
         A state that does not fit raises `CheckpointError` and changes nothing.
         """
-        self._check_not_lent("load_state_dict() of a step")
+        self._refuse_averages("load_state_dict() of a step")
         self._position, self._updates = load_step_state(
             self._components,
             self._executor.buffers,

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 import torch
 
 from mezzo import _events, _launch
-from mezzo._errors import UnsupportedError
+from mezzo._errors import UnsupportedError, user_stack_level
 from mezzo.optim.device_binding import device_binding
-from mezzo.policy.decide import user_stack_level
+from mezzo.prepare.arguments import keeps_autograd_graph
 from mezzo.prepare.sharding import is_sharded_model, sharding_obstacle
-from mezzo.scaling.capture import capture_refusal
+from mezzo.scaling.captured_scaler import capture_refusal
 from mezzo.step.components import StepComponents
-from mezzo.step.cuda_graph import keeps_autograd_graph
 from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import format_shapes
 from mezzo.step.options import Capture
@@ -35,10 +34,10 @@ def capture_obstacle(components: StepComponents) -> str | None:
 
 def process_obstacle(executor: StepExecutor) -> str | None:
     """Return why a step that ranks run together cannot be captured on this one."""
-    models, replicas = executor.components.models, executor.components.replicas
+    models, ddp = executor.components.models, executor.components.ddp
     if is_sharded_model(models):
         return sharding_obstacle(models)
-    return replicas.capture_refusal(accumulates=executor.options.accumulate > 1)
+    return ddp.capture_refusal(accumulates=executor.options.accumulate > 1)
 
 
 def optimizer_obstacle(executor: StepExecutor) -> str | None:

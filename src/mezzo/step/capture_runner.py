@@ -11,7 +11,7 @@ import torch
 from mezzo import _events
 from mezzo._torch import dispatch_mode_count, reset_fsdp, shards
 from mezzo.parallel.process_groups import drop_before_shutdown
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.mesh import any_sharded
 from mezzo.scaling.step_result import first_nonfinite
 from mezzo.step.capture_obstacles import (
@@ -20,7 +20,7 @@ from mezzo.step.capture_obstacles import (
     warn_not_captured,
     warn_replay_disagreed,
 )
-from mezzo.step.captured_step import Attempt, CapturedStep, StepGraphs, UpdateRunner
+from mezzo.step.captured_step import CaptureAttempt, CapturedStep, StepGraphs, UpdateRunner
 from mezzo.step.cuda_graph import CaptureFailed, release_frames
 from mezzo.step.executor import StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
@@ -61,7 +61,7 @@ class CaptureRunner:
         self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
         """Agrees with the other ranks about each call; None if this process trains alone."""
         self._warm_up = WarmUp(executor)
-        self._has_reducers = not components.replicas
+        self._has_reducers = not components.ddp
         """Whether wrappers reduce gradients on the capture stream."""
         self._are_ready = False
         """Whether all ranks can capture the current call."""
@@ -69,7 +69,7 @@ class CaptureRunner:
         """Whether graphs were dropped since the last agreement."""
         self._schedule_tables: tuple[int, ...] = ()
         self._inputs: InputKinds[CapturedStep] = InputKinds(executor.options.max_graphs)
-        self._attempt = Attempt()
+        self._attempt = CaptureAttempt()
         """How calls are captured: the last attempt that did not fail, or the next one to try."""
         self._stall_check = StallCheck(executor)
         self._update: UpdateRunner | None = None
@@ -151,7 +151,7 @@ class CaptureRunner:
         if self._shared is not None and scaler is not None and phase.last:
             # Before the ranks agree: otherwise only some of them would find that the tables have
             # moved.
-            self._schedule_tables = capture.before_replay(scaler)
+            self._schedule_tables = captured_scaler.before_replay(scaler)
         addressed = shards(self._parameters) if self._is_sharded else self._parameters
         key = [
             list(map(torch.Tensor.data_ptr, addressed)),
@@ -330,7 +330,7 @@ class CaptureRunner:
             if self._shared is not None:
                 # The models are warmed up again before the next attempt.
                 self._recover()
-                self._attempt = following or Attempt()
+                self._attempt = following or CaptureAttempt()
             if following is None:
                 self._run_kind_eagerly(kind, leaves, failure, hint)
             if following is None or self._shared is not None:
@@ -338,7 +338,7 @@ class CaptureRunner:
             attempt = following
 
     def _capture_once(
-        self, inputs: _CallInputs, attempt: Attempt
+        self, inputs: _CallInputs, attempt: CaptureAttempt
     ) -> tuple[CapturedStep | None, CaptureFailed | None]:
         """Capture a call, on all ranks or on none; return the graph or why it failed."""
         call = self._executor.static_inputs(inputs.call, inputs.leaves)
@@ -365,8 +365,8 @@ class CaptureRunner:
 
     def _renew_reducers(self) -> None:
         """Let wrappers reduce gradients on the capture stream, once no graph uses their memory."""
-        replicas = self._executor.components.replicas
-        self._graphs.capturer.run_on_capture_stream(replicas.renew_reducers)
+        ddp = self._executor.components.ddp
+        self._graphs.capturer.run_on_capture_stream(ddp.renew_reducers)
         self._has_reducers = True
 
     def _run_kind_eagerly(
@@ -390,7 +390,7 @@ class CaptureRunner:
         self.drop_graphs()
         if self._shared is not None:
             # Calls run on the current stream from now on.
-            self._executor.components.replicas.renew_reducers()
+            self._executor.components.ddp.renew_reducers()
         try:
             warn_not_captured(reason, self._capture)
         except Exception as refused:

@@ -12,7 +12,7 @@ import torch
 from mezzo import _events
 from mezzo.autocasting.regions import clear_weight_cache, innermost_region
 from mezzo.optim.device_binding import DeviceBinding, ReplayPlan, device_binding
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.step_result import NO_SOURCE, NonfiniteSource
 from mezzo.step.cuda_graph import CapturedGraph, CaptureFailed, GraphCapturer, HostDrawsFound
 from mezzo.step.executor import StepContext, StepExecutor
@@ -52,21 +52,23 @@ class CapturedStep:
     """Gradients in the graph's memory, from which an eager update steps."""
 
 
-class Attempt(NamedTuple):
+class CaptureAttempt(NamedTuple):
     """How a call is captured; see `GraphCapturer.capture`."""
 
-    reports_eager: bool = True
+    hides_capture: bool = True
+    """Whether the capture is hidden from model code; see `hide_capture`."""
     records_draws: bool = False
+    """Whether random numbers without an effect may be drawn on the host; see `HostDraws`."""
 
-    def after(self, failure: CaptureFailed) -> Attempt | None:
+    def after(self, failure: CaptureFailed) -> CaptureAttempt | None:
         """Return what to try after a failure, None if there is nothing left.
 
         Some models read from the device unless they see that they are captured: these need
-        `reports_eager=False`.
+        `hides_capture=False`.
         """
         if isinstance(failure, HostDrawsFound) and not self.records_draws:
             return self._replace(records_draws=True)
-        return self._replace(reports_eager=False) if self.reports_eager else None
+        return self._replace(hides_capture=False) if self.hides_capture else None
 
 
 class StepGraphs:
@@ -86,15 +88,15 @@ class StepGraphs:
         scaler = self._executor.components.scaler
         return [
             self._executor.metrics.revision,
-            None if scaler is None else capture.counts_revision(scaler),
-            None if scaler is None else capture.scale_rule(scaler),
+            None if scaler is None else captured_scaler.counts_revision(scaler),
+            None if scaler is None else captured_scaler.scale_rule(scaler),
             *[binding.recapture_key() for binding in self.bindings],
         ]
 
     # -- capture -----------------------------------------------------------------------------------
 
     def capture_call(
-        self, call: Call, phase: AccumulationPhase, modes: Hashable, attempt: Attempt
+        self, call: Call, phase: AccumulationPhase, modes: Hashable, attempt: CaptureAttempt
     ) -> CapturedStep:
         """Capture a call, with its update if possible; raise `CaptureFailed` if it cannot be.
 
@@ -144,13 +146,13 @@ class StepGraphs:
             executor.update(context)
 
         values = (loss, [gradient for _, gradient in gradients])
-        return self._capture(run, values, updates=True, attempt=Attempt())
+        return self._capture(run, values, updates=True, attempt=CaptureAttempt())
 
     def _capture(
-        self, run: Callable[[Any], Any], values: Any, *, updates: bool, attempt: Attempt
+        self, run: Callable[[Any], Any], values: Any, *, updates: bool, attempt: CaptureAttempt
     ) -> CapturedStep:
         scaler, gradients = self._executor.components.scaler, self._executor.gradients()
-        schedule_tables = () if scaler is None else capture.schedule_tables(scaler)
+        schedule_tables = () if scaler is None else captured_scaler.schedule_tables(scaler)
         begin = time.perf_counter()
         for binding in self.bindings if updates else ():
             binding.before_capture()
@@ -183,7 +185,7 @@ class StepGraphs:
     def _discard(self, gradients: Gradients) -> None:
         """Return to the gradients before a failed capture, without the scaler's records of it."""
         if self._executor.components.scaler is not None:
-            capture.discard_records(self._executor.components.scaler)
+            captured_scaler.discard_records(self._executor.components.scaler)
         for optimizer in self._executor.components.optimizers:
             optimizer.zero_grad(set_to_none=True)
         for parameter, gradient in gradients:
@@ -240,13 +242,13 @@ class StepGraphs:
         scaler = self._executor.components.scaler
         for binding, plan in update.bindings:
             binding.before_replay(plan)
-        if scaler is not None and capture.before_replay(scaler) != update.schedule_tables:
+        if scaler is not None and captured_scaler.before_replay(scaler) != update.schedule_tables:
             return None
         returned = captured.graph.replay(leaves)
         if self._executor.static_gradients.exist:
             self._executor.static_gradients.note_zeros()
         if scaler is not None:
-            capture.after_replay(scaler, self._executor.metrics.scale_and_skips, source)
+            captured_scaler.after_replay(scaler, self._executor.metrics.scale_and_skips, source)
         if innermost_region() is not None:
             # A region around the training loop holds cached casts of the old weights.
             clear_weight_cache()
@@ -278,7 +280,7 @@ class UpdateRunner:
         if (
             self._is_off
             or self._executor.finds_scale
-            or (scaler is not None and not capture.is_warmed_up(scaler))
+            or (scaler is not None and not captured_scaler.is_warmed_up(scaler))
         ):
             self._executor.update(context)
             return
@@ -286,7 +288,9 @@ class UpdateRunner:
         if any(gradient.is_sparse for _, gradient in gradients):
             self._executor.update(context)
             return
-        key: list[Any] = [(parameter.data_ptr(), one.dtype) for parameter, one in gradients]
+        key: list[Any] = [
+            (parameter.data_ptr(), gradient.dtype) for parameter, gradient in gradients
+        ]
         key += [*self._executor.buffers.current, *self._graphs.recapture_key()]
         if key != self._key:
             self.drop()

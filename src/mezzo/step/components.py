@@ -18,7 +18,7 @@ from mezzo.autocasting.regions import Region
 from mezzo.optim.bind_optimizer import bind_optimizer, has_device_step
 from mezzo.optim.binding import optimizer_binding
 from mezzo.optim.master_weights import MasterWeights
-from mezzo.parallel.ddp import Replicas, find_replicas, inner_models
+from mezzo.parallel.ddp import DDPWrappers, find_ddp_wrappers, inner_models
 from mezzo.policy.policy import Policy
 from mezzo.policy.types import Level, Master
 from mezzo.prepare.arguments import Models, Optimizer, Optimizers, flat, optimizers_of
@@ -30,13 +30,13 @@ from mezzo.prepare.decoration import (
     inner_optimizer,
 )
 from mezzo.prepare.keep_full import read_keep_full
-from mezzo.prepare.plan import PolicyArg
+from mezzo.prepare.plan import PolicyArg, input_dtype_of
 from mezzo.scaling.scaler import DisabledGradScaler, GradScaler
-from mezzo.scaling.schedule_lookahead import check
+from mezzo.scaling.schedule_lookahead import check_scheduler
 
-Scaler = GradScaler | bool | None
+ScalerArg = GradScaler | bool | None
 """A scaler, False for none, None for one if the dtype is float16."""
-Schedulers = LRScheduler | list[LRScheduler] | tuple[LRScheduler, ...] | None
+SchedulersArg = LRScheduler | list[LRScheduler] | tuple[LRScheduler, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,8 @@ class StepComponents:
     input_dtype: torch.dtype | None
     """Dtype that the models cast floating-point inputs to first; None if they do not."""
     decoration: Decoration
-    replicas: Replicas
-    """Wrappers of the models that average gradients over processes."""
+    ddp: DDPWrappers
+    """DistributedDataParallel wrappers of the models; false if there are none."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,21 @@ def prepare_components(
     model: Models,
     optimizer: Optimizers,
     precision: PrecisionArgs,
-    scaler: Scaler,
-    scheduler: Schedulers,
+    scaler: ScalerArg,
+    scheduler: SchedulersArg,
 ) -> StepComponents:
     """Prepare everything that a step needs.
 
     Plain models and optimizers are decorated; decorated ones keep their policy.
     """
-    replicas = find_replicas(model, precision.reduce_dtype)
+    ddp = find_ddp_wrappers(model, precision.reduce_dtype)
     models, optimizers = inner_models(model), _inner_optimizers(optimizer)
     if not optimizers:
         raise PolicyError(
             "A training step needs an optimizer. Pass one, or use mezzo.EvalStep for inference."
         )
     # Checked before anything changes: an error must leave models and optimizers as they are.
-    _refuse_step_arguments(optimizers)
+    _refuse_closures(optimizers)
     schedulers = _check_schedulers(scheduler, optimizers)
     decoration = _decorate_or_check(models, optimizer, optimizers, precision)
     plan, device = decoration.plan, next(iter(models[0].parameters())).device
@@ -110,20 +110,20 @@ def prepare_components(
     if step_scaler is not None:
         for inner_model in models:
             step_scaler.register_parameter_names(inner_model)
-    replicas.check(models, optimizers, scales_loss=step_scaler is not None)
+    ddp.check(models, optimizers, scales_loss=step_scaler is not None)
     region = region_for(plan.policy, device.type)
     return StepComponents(
-        models,
-        optimizers,
-        step_scaler,
-        schedulers,
-        plan.policy,
-        region,
-        Region(region.device, False, region.dtype, region.cache_enabled),
-        device,
-        plan.dtype if plan.converts and not plan.casts_only_parameters else None,
-        decoration,
-        replicas,
+        models=models,
+        optimizers=optimizers,
+        scaler=step_scaler,
+        schedulers=schedulers,
+        policy=plan.policy,
+        region=region,
+        backward_region=region.disabled(),
+        device=device,
+        input_dtype=input_dtype_of(plan),
+        decoration=decoration,
+        ddp=ddp,
     )
 
 
@@ -222,7 +222,7 @@ def _check_decoration(
         )
 
 
-def _refuse_step_arguments(optimizers: tuple[Optimizer, ...]) -> None:
+def _refuse_closures(optimizers: tuple[Optimizer, ...]) -> None:
     """Raise `UnsupportedError` for optimizers whose step needs a closure, as LBFGS does."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for optimizer in optimizers:
@@ -259,7 +259,7 @@ def _track_norms(optimizers: tuple[Optimizer, ...], decoration: Decoration) -> N
 
 
 def choose_scaler(
-    scaler: Scaler, dtype: torch.dtype | None, level: Level, device: torch.device
+    scaler: ScalerArg, dtype: torch.dtype | None, level: Level, device: torch.device
 ) -> GradScaler | None:
     """Return the scaler for a `scaler=` argument; None if the loss is not scaled."""
     if scaler is False or isinstance(scaler, DisabledGradScaler):
@@ -280,7 +280,7 @@ def choose_scaler(
 
 
 def _check_schedulers(
-    argument: Schedulers, optimizers: tuple[Optimizer, ...]
+    argument: SchedulersArg, optimizers: tuple[Optimizer, ...]
 ) -> dict[Optimizer, LRScheduler]:
     """Check that schedulers can run ahead; return them by optimizer."""
     schedulers: dict[Optimizer, LRScheduler] = {}
@@ -292,7 +292,7 @@ def _check_schedulers(
                 " it with the optimizer that is passed to the step."
             )
         # Also without a scaler, so that every dtype accepts the same schedulers.
-        check(optimizers[0] if owner is None else owner, scheduler)
+        check_scheduler(optimizers[0] if owner is None else owner, scheduler)
         if scheduler.optimizer in schedulers:
             other = schedulers[scheduler.optimizer]
             raise PolicyError(

@@ -16,7 +16,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from mezzo._casting import map_tensors
 from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER
@@ -162,14 +161,14 @@ class GraphCapturer:
         kept_alive: object = None,
         *,
         models: Iterable[nn.Module] = (),
-        reports_eager: bool = True,
+        hides_capture: bool = True,
         records_draws: bool = False,
     ) -> CapturedGraph:
         """Capture a function of nested inputs, or raise `CaptureFailed` with all generators reset.
 
         `kept_alive` is what the graph reads and writes that may else be freed. `models` are those
-        that the function runs: their buffers and attributes are kept alive too. `reports_eager` is
-        for models that ask whether they are captured, see `report_eager`, `records_draws` for those
+        that the function runs: their buffers and attributes are kept alive too. `hides_capture` is
+        for models that ask whether they are captured, see `hide_capture`, `records_draws` for those
         that draw random numbers on the host, see `HostDraws`.
         """
         graph, pool, draws = torch.cuda.CUDAGraph(), self.pool.handle(), HostDraws()
@@ -184,7 +183,7 @@ class GraphCapturer:
                 # memory meanwhile. Synchronizing with the stream fails in every mode.
                 with (
                     _private_workspaces(),
-                    report_eager() if reports_eager else nullcontext(),
+                    hide_capture() if hides_capture else nullcontext(),
                     _no_recompilation(),
                     draws if records_draws else nullcontext(),
                     captured_tables() as tables,
@@ -295,34 +294,6 @@ def release_frames(error: BaseException) -> None:
         following = following.__cause__ or following.__context__
 
 
-def keeps_autograd_graph(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether an autograd graph of these parameters is in memory, such as that of a loss.
-
-    It holds the nodes that accumulate gradients. They run on the stream on which they were created,
-    and a capture that uses them fails if that is another one.
-
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> loss = weight * 2
-    >>> keeps_autograd_graph([weight])
-    True
-    >>> del loss
-    >>> keeps_autograd_graph([weight])
-    False
-    """
-    return any(_is_node_kept(parameter) for parameter in parameters if parameter.requires_grad)
-
-
-def _is_node_kept(parameter: torch.Tensor) -> bool:
-    """Return whether the node of a parameter is the same if it is created twice."""
-    _metadata(parameter)["mezzo"] = True
-    return bool(_metadata(parameter).pop("mezzo", False))
-
-
-def _metadata(parameter: torch.Tensor) -> Any:
-    """Return the dictionary of the node that accumulates the gradients of a parameter."""
-    return get_gradient_edge(parameter).node.metadata
-
-
 @contextmanager
 def _no_recompilation() -> Iterator[None]:
     """Raise if torch.compile compiles: the warm-up has compiled what the capture runs."""
@@ -353,7 +324,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def report_eager() -> Iterator[None]:
+def hide_capture() -> Iterator[None]:
     """Make `torch.cuda.is_current_stream_capturing` return False to model code of this thread.
 
     transformers builds masks in a capture that it omits in eager mode, and attention then runs

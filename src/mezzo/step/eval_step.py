@@ -226,10 +226,10 @@ class EvalStep:
         """Capture a call; if that fails, return None: calls, or those of this kind, run eagerly."""
         reason, moved = "", move_inputs(inputs, self._device)
         # Models that read from the device only when they are not captured need the second attempt.
-        for reports_eager in (True, False):
+        for hides_capture in (True, False):
             try:
                 return capturer.capture(
-                    self._run, moved, models=[self.model], reports_eager=reports_eager
+                    self._run, moved, models=[self.model], hides_capture=hides_capture
                 )
             except CaptureFailed as failure:
                 reason = str(failure)

@@ -16,10 +16,10 @@ from mezzo.autocasting.regions import enter_regions
 from mezzo.optim.binding import optimizer_binding
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.mixed_dtypes import explain_backward
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.gradients import parameters, refuse_unreached
 from mezzo.scaling.mesh import local_tensors
-from mezzo.scaling.optimizer_step import advance
+from mezzo.scaling.scaler_schedules import advance_scheduler
 from mezzo.scaling.step_result import StepResult
 from mezzo.step.components import StepComponents
 from mezzo.step.inputs import Call, move_inputs
@@ -117,10 +117,21 @@ class StepExecutor:
         return context, returned
 
     def update(self, context: StepContext) -> None:
-        """Update from the gradients of the last calls, and write the metrics."""
-        found_nonfinite = self._update(context)
+        """Step the optimizers, update the loss scale, and write the metrics."""
+        if self.static_gradients.exist:
+            self.static_gradients.detach_unused()
+        elif self.static_gradients.are_recorded:
+            self.static_gradients.record(self.gradients())
+        with profiled(Range.UPDATE):
+            context.step_remaining()
+            self.results = context.results.values()
+            self.clear_gradients()
+            found_nonfinite = context.found_nonfinite()
+            self.buffers.restore(found_nonfinite)
         self.finds_scale = False
-        self._write_metrics(context, found_nonfinite)
+        self.metrics.write(
+            context.loss, found_nonfinite, rate=context.rate(), square_sum=context.square_sum()
+        )
 
     def discard(self, phase: AccumulationPhase) -> None:
         """Discard gradients and records of a call that raised: the next one starts anew.
@@ -128,7 +139,7 @@ class StepExecutor:
         Gradients of earlier calls of an accumulation stay.
         """
         if self.components.scaler is not None:
-            capture.discard_records(self.components.scaler)
+            captured_scaler.discard_records(self.components.scaler)
         if phase.first:
             self.clear_gradients()
 
@@ -139,13 +150,13 @@ class StepExecutor:
 
     def _reducing(self, phase: AccumulationPhase) -> AbstractContextManager[None]:
         """Return a context in which gradients are averaged over processes in the last call only."""
-        replicas = self.components.replicas
-        if not replicas.wrappers:
+        ddp = self.components.ddp
+        if not ddp.wrappers:
             return nullcontext()
         if not phase.last:
-            return replicas.unreduced()
+            return ddp.unreduced()
         # A user's body may call the model without its wrapper.
-        return replicas.refusing_bypass() if self.options.custom_body else nullcontext()
+        return ddp.refusing_bypass() if self.options.custom_body else nullcontext()
 
     def _forward_and_backward(self, context: StepContext, call: Call) -> Any:
         args = (context, *call.args) if self.options.takes_update else call.args
@@ -171,36 +182,6 @@ class StepExecutor:
             context.backward(loss)
         return returned
 
-    def _update(self, context: StepContext) -> torch.Tensor | bool:
-        """Step the optimizers, update the scale; return whether a gradient was non-finite."""
-        if self.static_gradients.exist:
-            self.static_gradients.detach_unused()
-        elif self.static_gradients.are_recorded:
-            self.static_gradients.record(self.gradients())
-        with profiled(Range.UPDATE):
-            context.step_remaining()
-            self.results = context.results.values()
-            self.clear_gradients()
-            found_nonfinite = context.found_nonfinite()
-            self.buffers.restore(found_nonfinite)
-        return found_nonfinite
-
-    # The flag itself, on the host or on the device; None if nothing was updated.
-    def _write_metrics(
-        self,
-        context: StepContext,
-        found_nonfinite: torch.Tensor | bool | None,  # noqa: FBT001
-    ) -> None:
-        if found_nonfinite is None:
-            self.metrics.write(context.loss, None)
-        else:
-            self.metrics.write(
-                context.loss,
-                found_nonfinite,
-                rate=context.rate(),
-                square_sum=context.square_sum(),
-            )
-
     def clear_gradients(self) -> None:
         """Set gradients to None; static ones to zero."""
         for optimizer in self.components.optimizers:
@@ -212,18 +193,17 @@ class StepExecutor:
         """Advance the schedulers after an update; with a scaler, its step has advanced them."""
         if self.components.scaler is None:
             for optimizer, scheduler in self.components.schedulers.items():
-                advance(optimizer, scheduler)
+                advance_scheduler(optimizer, scheduler)
 
     # -- parts of a call ---------------------------------------------------------------------------
 
     def flush(self, calls: int) -> None:
         """Update from the gradients of fewer calls than usual."""
-        self.components.replicas.reduce_gradients()
+        self.components.ddp.reduce_gradients()
         if self.options.reduction is Reduction.MEAN:
             gradients = [gradient for _, gradient in self.gradients()]
             foreach_mul_(local_tensors(gradients), self.options.accumulate / calls)
-        context = StepContext(self.components, loss_factor=1.0, can_update=True)
-        self._write_metrics(context, self._update(context))
+        self.update(StepContext(self.components, loss_factor=1.0, can_update=True))
 
     def compute_gradients(self, call: Call) -> None:
         """Run forward and scaled backward only: gradients are added to the existing ones."""
@@ -328,7 +308,7 @@ class StepContext:
                 ):
                     return
                 if scaler is not None and gradient is None:
-                    gradient = capture.backward_seed(scaler, scaled)
+                    gradient = captured_scaler.backward_seed(scaler, scaled)
                 elif scaler is not None:
                     scaled = scaler.scale(scaled)
                 # Not `scaled.backward()`, which `ScaledBackward` would send here again.
@@ -349,7 +329,7 @@ class StepContext:
             return False
 
         def backward(repeats: bool) -> None:  # noqa: FBT001
-            seed = capture.backward_seed(scaler, loss)
+            seed = captured_scaler.backward_seed(scaler, loss)
             torch.autograd.backward(loss, seed, repeats or retain_graph, inputs=inputs)
 
         trained = [
@@ -357,7 +337,7 @@ class StepContext:
             for optimizer in self._components.optimizers
             for parameter in parameters(optimizer)
         ]
-        return capture.find_first_scale(scaler, loss, trained, backward)
+        return captured_scaler.find_first_scale(scaler, loss, trained, backward)
 
     def step_remaining(self) -> None:
         """Step the optimizers that have gradients and were not stepped; update the loss scale."""

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from mezzo._errors import PolicyError
-from mezzo.parallel.ddp import find_replicas
-from mezzo.prepare.arguments import Models, Optimizers, inside_fabric
+from mezzo.parallel.ddp import find_ddp_wrappers
+from mezzo.prepare.arguments import Models, Optimizers, without_fabric
 from mezzo.prepare.plan import PolicyArg
 from mezzo.step.base import Step
 from mezzo.step.components import (
     PrecisionArgs,
-    Scaler,
-    Schedulers,
+    ScalerArg,
+    SchedulersArg,
     StepComponents,
     prepare_components,
     restored_on_error,
@@ -59,11 +59,11 @@ def train_step(
     models: Models,
     optimizers: Optimizers,
     policy: PolicyArg | None = None,
-    scaler: Scaler = None,
+    scaler: ScalerArg = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
     accumulate_reduction: str | Reduction = Reduction.MEAN,
-    scheduler: Schedulers = None,
+    scheduler: SchedulersArg = None,
     capture: str | bool | Capture = Capture.AUTO,
     grad_norm: bool = False,
     reduce_dtype: str | torch.dtype | None = None,
@@ -124,7 +124,7 @@ def train_step(
     >>> bool(step(torch.ones(8, 4)) > step(torch.ones(8, 4)))
     True
     """
-    models = inside_fabric(models)
+    models = without_fabric(models)
     calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
     check_mean_over(mean_over)
     check_max_graphs(max_graphs)
@@ -138,7 +138,7 @@ def train_step(
                 f"The function takes {_UPDATE!r}, which steps at once and cannot accumulate, got"
                 f" accumulate={accumulate}. Use accumulate=1, or return the loss instead."
             )
-        if takes_update and find_replicas(models):
+        if takes_update and find_ddp_wrappers(models):
             raise PolicyError(
                 f"The function takes {_UPDATE!r}, which computes the gradients of a part of the"
                 " parameters, and DistributedDataParallel waits for those of all. Return the loss,"

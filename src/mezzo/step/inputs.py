@@ -257,7 +257,7 @@ def closure_values(function: Any) -> Callable[[], Hashable]:
     """Return a function that reads the numbers, strings and tensors that `function` closes over.
 
     A captured graph keeps the values of its capture; comparing them tells when to capture again.
-    Of a tensor that is its memory, which the graph reads, not its content.
+    Of a tensor the address is compared, which the graph reads at each replay, not the content.
 
     >>> def outer():
     ...     weight = 1.0

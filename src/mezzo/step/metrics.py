@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from mezzo import _events, _launch
 from mezzo._torch import DisableTorchDispatch
-from mezzo.scaling import capture, check_unscale
+from mezzo.scaling import captured_scaler, check_unscale
 from mezzo.scaling.scaler import GradScaler
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.step_history import NO_UPDATE, StepHistory
@@ -48,7 +48,7 @@ class MetricIndex(IntEnum):
     LOSS = 0
     SKIPPED = 1
     SCALE = 2
-    """First of the scaler's counters, which follow in the order of `capture.device_counters`."""
+    """First of the scaler's counters, in the order of `captured_scaler.device_counters`."""
     SKIPPED_STEPS = 3
     CONSECUTIVE_SKIPS = 4
     RATE = 5
@@ -107,7 +107,9 @@ class MetricsBuffer:
 
     def reset(self, rate: Rate) -> None:
         """Start with the scale and the skips of the scaler, before the next update."""
-        counters = (1.0, 0, 0) if self._scaler is None else capture.host_counters(self._scaler)
+        counters = (
+            (1.0, 0, 0) if self._scaler is None else captured_scaler.host_counters(self._scaler)
+        )
         self.memory.zero_()
         self.memory[MetricIndex.SCALE : MetricIndex.RATE] = self.memory.new_tensor(counters)
         self.memory[MetricIndex.RATE] = 0.0 if rate is None else float(rate)
@@ -133,9 +135,9 @@ class MetricsBuffer:
         """
         flag = counters = None
         if found_nonfinite is not None and self._scaler is not None:
-            counters = capture.device_counters(self._scaler)
+            counters = captured_scaler.device_counters(self._scaler)
             if counters is None or not isinstance(found_nonfinite, torch.Tensor):
-                numbers = (found_nonfinite, *capture.host_counters(self._scaler))
+                numbers = (found_nonfinite, *captured_scaler.host_counters(self._scaler))
                 place = slice(MetricIndex.SKIPPED, MetricIndex.RATE)
                 with DisableTorchDispatch():
                     self.memory[place] = self.memory.new_tensor([*map(float, numbers)])

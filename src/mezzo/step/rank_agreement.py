@@ -44,8 +44,8 @@ def process_groups(components: StepComponents) -> tuple[distributed.ProcessGroup
 
     Collectives over all ranks run in one group after the other; None is the default group.
     """
-    if components.replicas:
-        return (components.replicas.group,)
+    if components.ddp:
+        return (components.ddp.group,)
     mesh = mesh_of([parameter for model in components.models for parameter in model.parameters()])
     return () if mesh is None else mesh.groups
 
@@ -61,16 +61,14 @@ def check_shared_settings(
     Only for steps whose models are wrapped or sharded: in other programs with several processes
     each may train a model of its own. Synchronizes.
     """
-    replicas = components.replicas
-    replicas.check(
-        components.models, components.optimizers, scales_loss=components.scaler is not None
-    )
+    ddp = components.ddp
+    ddp.check(components.models, components.optimizers, scales_loss=components.scaler is not None)
     groups = process_groups(components)
     if groups:
         settings = shared_settings(components, options) | dict(_text(others.items()))
         for group in groups:
             check_agreement(settings, group, components.device)
-    replicas.register_hooks()
+    ddp.register_hooks()
 
 
 def shared_settings(components: StepComponents, options: StepOptions) -> dict[str, str]:
@@ -79,12 +77,10 @@ def shared_settings(components: StepComponents, options: StepOptions) -> dict[st
 
 
 def _settings(components: StepComponents, options: StepOptions) -> Iterator[tuple[str, str]]:
-    plan, policy, replicas = components.decoration.plan, components.policy, components.replicas
+    plan, policy, ddp = components.decoration.plan, components.policy, components.ddp
     yield from _text((field.name, policy.format_field(field.name)) for field in fields(policy))
     hooks = [
-        hook.__qualname__
-        for wrapper in replicas.wrappers
-        for hook, _ in communication_hooks(wrapper)
+        hook.__qualname__ for wrapper in ddp.wrappers for hook, _ in communication_hooks(wrapper)
     ]
     yield from _text(
         {
@@ -95,7 +91,7 @@ def _settings(components: StepComponents, options: StepOptions) -> Iterator[tupl
             "accumulate_reduction": options.reduction.value,
             "max_graphs": options.max_graphs,
             "same_shapes": options.same_shapes,
-            "reduce_dtype": replicas.reduce_dtype and dtype_name(replicas.reduce_dtype),
+            "reduce_dtype": ddp.reduce_dtype and dtype_name(ddp.reduce_dtype),
             "communication hooks": ", ".join(hooks),
             **_scaler_settings(components),
         }.items()
@@ -121,7 +117,7 @@ def _group_settings(index: int, optimizer: Optimizer) -> Iterator[tuple[str, Any
     for number, group in enumerate(groups_of(optimizer)):
         for name, value in group.items():
             is_plain = isinstance(value, _PLAIN) or (
-                isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)
+                isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value)
             )
             if is_plain:
                 yield f"{name} of group {number} of optimizer {index}", value
@@ -237,7 +233,9 @@ class SharedCalls:
             return failure
         if worst == _DRAWS:
             return HostDrawsFound()
-        return CaptureFailed(on_other_ranks([i for i, one in enumerate(outcomes) if one == worst]))
+        return CaptureFailed(
+            on_other_ranks([i for i, outcome in enumerate(outcomes) if outcome == worst])
+        )
 
     def agree_on_slower(self, *, slower: bool) -> bool:
         """Return whether replays take longer than eager calls on all ranks."""

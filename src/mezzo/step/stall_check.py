@@ -16,7 +16,7 @@ import torch
 from mezzo import _events
 from mezzo.prepare import rng_state
 from mezzo.prepare.arguments import Optimizer
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.scaling.gradients import is_finite, parameters
 from mezzo.scaling.step_result import NO_SOURCE, KnownSource, NonfiniteSource
 from mezzo.step.executor import StepExecutor
@@ -139,7 +139,7 @@ class StallCheck:
         scaler = self._executor.components.scaler
         for parameter, (optimizer, gradient) in eager.items():
             if scaler is not None and gradient is not None and not is_finite(gradient):
-                return capture.name_of(scaler, parameter, optimizer)
+                return captured_scaler.name_of(scaler, parameter, optimizer)
         return None
 
     def _warn(self, name: str, scale: float) -> None:

@@ -17,9 +17,9 @@ from mezzo.prepare.arguments import (
     Models,
     Optimizer,
     Optimizers,
-    inside_fabric,
     optimizers_of,
     unwrapped,
+    without_fabric,
 )
 from mezzo.prepare.decorate import undecorate
 from mezzo.prepare.plan import PolicyArg
@@ -28,8 +28,8 @@ from mezzo.step import memory_format
 from mezzo.step.base import Step
 from mezzo.step.components import (
     PrecisionArgs,
-    Scaler,
-    Schedulers,
+    ScalerArg,
+    SchedulersArg,
     StepComponents,
     prepare_components,
     restored_on_error,
@@ -151,11 +151,11 @@ class TrainStep(Step):
         optimizer: Optimizers | None = None,
         policy: PolicyArg | None = None,
         *,
-        scaler: Scaler = None,
+        scaler: ScalerArg = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
         accumulate_reduction: str | Reduction = Reduction.MEAN,
-        scheduler: Schedulers = None,
+        scheduler: SchedulersArg = None,
         capture: str | bool | Capture = Capture.AUTO,
         grad_norm: bool = False,
         reduce_dtype: str | torch.dtype | None = None,
@@ -173,7 +173,7 @@ class TrainStep(Step):
         calls, reduction = check_accumulate(accumulate), Reduction.parse(accumulate_reduction)
         layout = Layout.parse(channels_last)
         capture = Capture.parse(capture)
-        model = inside_fabric(model)
+        model = without_fabric(model)
         self.model, self.loss_fn = model, loss_fn
         self.optimizer: Any = () if optimizer is None else optimizer
         self._needs_target = loss_fn is not None and _needs_target(loss_fn)
@@ -357,7 +357,7 @@ def _trained_models(
     """Return the model, with the loss function if that is a module whose parameters are trained."""
     if not isinstance(loss_fn, nn.Module):
         return model
-    trained = {id(one) for each in optimizers_of(optimizer) for one in parameters(each)}
+    trained = {id(parameter) for each in optimizers_of(optimizer) for parameter in parameters(each)}
     trained -= set(map(id, model.parameters()))
     return [model, loss_fn] if trained & set(map(id, loss_fn.parameters())) else model
 

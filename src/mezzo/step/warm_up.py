@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from mezzo.scaling import capture
+from mezzo.scaling import captured_scaler
 from mezzo.step.executor import StepExecutor
 from mezzo.step.options import AccumulationPhase
 
 _CALLS = 3
 """Real calls before the first capture, which create optimizer states, tables and compiled kernels.
-One of them at least has the inputs that are captured: inputs that are seen once are not."""
+At least one of them has the inputs that are captured: inputs seen only once are not captured."""
 _WRAPPED_CALLS = 11
 """The same for DistributedDataParallel, which arranges its buckets and times ten calls first."""
 
@@ -32,7 +32,7 @@ class WarmUp:
         self.modes = NumberedModes(None, 0)
         """Modes of the current call."""
         self._numbers: dict[Hashable, int] = {}
-        self._needed = _WRAPPED_CALLS if executor.components.replicas else _CALLS
+        self._needed = _WRAPPED_CALLS if executor.components.ddp else _CALLS
         self._calls: Counter[tuple[int, AccumulationPhase]] = Counter()
 
     def select(self, modes: Hashable) -> bool:
@@ -57,7 +57,7 @@ class WarmUp:
         if (
             self._calls[self.modes.number, phase] < self._needed
             or not executor.buffers.knows(self.modes.modes)
-            or (scaler is not None and not capture.is_warmed_up(scaler))
+            or (scaler is not None and not captured_scaler.is_warmed_up(scaler))
         ):
             return False
         if executor.options.accumulate > 1 and not executor.static_gradients.exist:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from mezzo._errors import choices
+from mezzo._errors import choices, user_stack_level
 
 _DEVICE_TYPES = ("cpu", "gpu", "cpu_pinned", "cpu_shared")
 
@@ -154,14 +153,5 @@ def _warn_without_gpu(context: Context) -> None:
         _has_warned = True
         warnings.warn(
             f"{context} was requested, but torch finds no CUDA device: running on the CPU.",
-            stacklevel=_user_stack_level(),
+            stacklevel=user_stack_level(),
         )
-
-
-def _user_stack_level() -> int:
-    """Return the `stacklevel` of the first caller outside mezzo."""
-    package = __name__.partition(".")[0]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
-        frame, level = frame.f_back, level + 1
-    return level

@@ -136,7 +136,7 @@ standard_normal = randn
 def normal(mean: Any = 0.0, std: Any = 1.0, shape: Sizes = None, name: str | None = None) -> Tensor:
     """Return normally distributed random values with a mean and a standard deviation."""
     if shape is None:
-        moments = next((one for one in (mean, std) if isinstance(one, torch.Tensor)), None)
+        moments = next((moment for moment in (mean, std) if isinstance(moment, torch.Tensor)), None)
         shape = [1] if moments is None else moments.shape
     return randn(shape) * std + mean  # type: ignore[no-any-return]
 

@@ -74,8 +74,8 @@ def squeeze(x: Tensors, axis: Any = None, name: str | None = None) -> Any:
 
 def unsqueeze(x: Tensors, axis: Any, name: str | None = None) -> Any:
     """Insert axes of size one."""
-    for one in axis if isinstance(axis, list | tuple) else [axis]:
-        x = torch.unsqueeze(x, int(one))
+    for dim in axis if isinstance(axis, list | tuple) else [axis]:
+        x = torch.unsqueeze(x, int(dim))
     return x
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
+from mezzo._errors import user_stack_level
 from mezzo._hardware.detect import find_device
-from mezzo.policy.decide import user_stack_level
 
 _TORCH_TYPES = {"gpu": "cuda", "gpu_pinned": "cpu"}
 """Paddle's device type → torch's, where the names differ."""

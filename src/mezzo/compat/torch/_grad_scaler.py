@@ -122,7 +122,7 @@ class GradScaler(_StatefulScaler, TorchScaler, metaclass=AcceptsTorch, counterpa
     ['_growth_tracker', 'backoff_factor', 'growth_factor', 'growth_interval', 'scale']
     """
 
-    _advises = False
+    _warns_if_not_needed = False
 
     def __init__(
         self,

@@ -93,5 +93,5 @@ def require_level(system: str, level: Level, known: Iterable[Level]) -> None:
     if level not in known:
         raise PolicyError(
             f"The preset {system!r} has no level {level.value}."
-            f" {choices(one.value for one in known)}"
+            f" {choices(level.value for level in known)}"
         )

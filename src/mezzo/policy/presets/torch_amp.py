@@ -37,28 +37,6 @@ _UNSAFE = (
     " binary_cross_entropy_with_logits, which includes the sigmoid and is safe"
 )
 
-_DELICATE: Groups = (
-    (
-        Rule.FULL,
-        _RANGE,
-        (
-            "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow"
-            " softplus"
-        ),
-    ),
-    (Rule.FULL, _NORMS, "layer_norm rms_norm group_norm"),
-    (
-        Rule.FULL,
-        _SUMS,
-        (
-            "frobenius_norm nuclear_norm norm linalg_vector_norm linalg_matrix_norm prod cumprod"
-            " cumsum sum"
-        ),
-    ),
-    (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
-    (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
-)
-
 _CUDA: Groups = (
     (
         Rule.HALF,
@@ -82,7 +60,25 @@ _CUDA: Groups = (
         "thnn_fused_lstm_cell thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
     ),
     (Rule.HALF, "one multiplication per element", "prelu"),
-    *_DELICATE,
+    (
+        Rule.FULL,
+        _RANGE,
+        (
+            "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow"
+            " softplus"
+        ),
+    ),
+    (Rule.FULL, _NORMS, "layer_norm rms_norm group_norm"),
+    (
+        Rule.FULL,
+        _SUMS,
+        (
+            "frobenius_norm nuclear_norm norm linalg_vector_norm linalg_matrix_norm prod cumprod"
+            " cumsum sum"
+        ),
+    ),
+    (Rule.FULL, _EXPONENTIALS, "softmax log_softmax logsumexp"),
+    (Rule.FULL, _DISTANCES, "cosine_similarity dist pdist cdist"),
     (Rule.FULL, _SUMS, "renorm"),
     (Rule.FULL, "takes square roots of eigenvalues: " + _RANGE, "linalg_matrix_sqrth"),
     (

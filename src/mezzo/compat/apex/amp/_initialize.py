@@ -308,15 +308,15 @@ def _other_parameters(
 
 
 def _wrap_forwards(
-    models: list[nn.Module], inputs: torch.dtype | None, outputs: torch.dtype
+    models: list[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype
 ) -> None:
     """Cast only inputs and outputs; an outer autocast region stays active inside."""
     for model in models:
         unwrap = forward.wrap_forward(
             forward.ForwardWrapper(
                 Region(device_of([model]), False, None, None),
-                inputs,
-                outputs,
+                input_dtype,
+                output_dtype,
                 defer_to_autocast=True,
             ),
             model,

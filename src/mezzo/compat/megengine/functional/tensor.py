@@ -181,7 +181,7 @@ def swapaxes(inp: torch.Tensor, axis1: int, axis2: int) -> torch.Tensor:
 def expand_dims(inp: torch.Tensor, axis: int | Sequence[int]) -> torch.Tensor:
     """Insert axes of one element at these places of the result."""
     axes = [axis] if isinstance(axis, int) else list(axis)
-    for place in sorted(one % (inp.dim() + len(axes)) for one in axes):
+    for place in sorted(axis % (inp.dim() + len(axes)) for axis in axes):
         inp = inp.unsqueeze(place)
     return inp
 

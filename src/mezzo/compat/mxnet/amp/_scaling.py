@@ -149,8 +149,8 @@ def scale_loss(
         )
     attached = [_require_scaled(trainer) for trainer in trainers]
     check_recorded(losses, "loss")
-    for one in attached:
-        one.check_not_unscaled()
+    for scaled_trainer in attached:
+        scaled_trainer.check_not_unscaled()
     scaled = [_scale(*pair) for pair in zip(losses, attached, strict=True)]
     several = isinstance(loss, list | tuple) or isinstance(optimizer_or_trainer, list | tuple)
     yield scaled if several else scaled[0]

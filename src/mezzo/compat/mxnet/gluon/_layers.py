@@ -127,7 +127,9 @@ class _Conv(Layer):
         if not _computes_in_float16_on_cpu(input):
             result: Tensor = convolve(self, input, weight, bias)
             return result
-        rounded = [None if one is None else one.half().float() for one in (input, weight, bias)]
+        rounded = [
+            None if tensor is None else tensor.half().float() for tensor in (input, weight, bias)
+        ]
         with torch.autocast("cpu", enabled=False):
             result = convolve(self, *rounded)
         return result.half()

@@ -29,7 +29,7 @@ class SymbolBlock(SymbolModel, HybridBlock):
     ) -> None:
         super().__init__(outputs.graph, params)
         given = [inputs] if isinstance(inputs, str | Symbol) else list(inputs)
-        names = [one.name if isinstance(one, Symbol) else one for one in given]
+        names = [entry.name if isinstance(entry, Symbol) else entry for entry in given]
         missing = [name for name in self.data_names if name not in names]
         if missing:
             raise RuntimeError(

@@ -149,7 +149,7 @@ class SymbolModel(nn.Module):
     def forward(self, *data: Any, **named: Any) -> Any:
         """Run the graph on inputs by position or by name; return its output or a list of them."""
         inputs = {**self._by_name(data), **named}
-        values = self.run({name: _to_tensor(one) for name, one in inputs.items()})
+        values = self.run({name: _to_tensor(value) for name, value in inputs.items()})
         arrays = any(isinstance(input_, NDArray) for input_ in inputs.values())
         outputs = [as_ndarray(value) for value in values] if arrays else values
         return outputs[0] if len(outputs) == 1 else outputs

@@ -136,7 +136,7 @@ def _to_shape(value: Any) -> tuple[int, ...]:
 
 def _to_bounds(value: Any) -> tuple[int | None, ...]:
     bounds = value if isinstance(value, tuple) else (value,)
-    return tuple(None if one is None else operator.index(one) for one in bounds)
+    return tuple(None if bound is None else operator.index(bound) for bound in bounds)
 
 
 _KINDS: Mapping[str, tuple[Callable[[Any], Any], str]] = {

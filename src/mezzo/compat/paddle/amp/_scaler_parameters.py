@@ -71,7 +71,7 @@ class ScalerParameters:
             init_scale=self.init_loss_scaling, enabled=enabled, collapse_patience=_COLLAPSE_PATIENCE
         )
         # This dialect has its own warning about bfloat16 losses.
-        scaler._advises = False
+        scaler._warns_if_not_needed = False
         self.load_into(scaler, ScaleState(float32(self.init_loss_scaling)))
         return scaler
 

@@ -10,8 +10,8 @@ import torch
 
 from mezzo import Hardware, hardware
 from mezzo._dtypes import HALF_DTYPES, dtype_name
+from mezzo._errors import user_stack_level
 from mezzo.compat.paddle._places import device_count, device_of, parse_place
-from mezzo.policy.decide import user_stack_level
 
 _CAPABILITIES = {"float16": "7.0", "bfloat16": "8.0"}
 """The first compute capability of NVIDIA GPUs with tensor cores for a dtype."""
@@ -75,6 +75,6 @@ def _message(facts: Hardware, dtype: str) -> str:
         capability = f", {facts.capability}" if facts.capability else ""
         problem = f"AMP is slow on {facts.name} ({facts.device}{capability})."
     effect = f"{dtype} runs here, slowly" if support.supported else "Everything runs in float32"
-    native = [dtype_name(one) for one in HALF_DTYPES if facts.support(one).native]
+    native = [dtype_name(dtype) for dtype in HALF_DTYPES if facts.support(dtype).native]
     remedy = f" Use dtype={native[0]!r}." if native else ""
     return f"{problem} {effect}: {support.reason}.{remedy}"

@@ -1,4 +1,4 @@
-"""What a captured step needs of a scaler.
+"""What a training step needs of a scaler, in eager calls, captures and replays.
 
 The device work of a scaler is captured with the step. Its host work runs around each replay.
 """
