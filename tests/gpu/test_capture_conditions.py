@@ -241,3 +241,43 @@ def test_tensors_that_a_forward_pass_assigns_are_those_of_the_eager_step(dtype: 
         torch.testing.assert_close(
             captured.float().cpu(), eager.float().cpu(), rtol=1e-2, atol=1e-3
         )
+
+
+class Differences(nn.Module):
+    """Assigns its batch, and goes on from a state and a view of a table that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+        self.register_buffer("table", torch.randn(2, 16))
+        self.batch, self.state = torch.zeros(8, 16).cuda(), torch.zeros(16).cuda()
+        self.row = torch.zeros(16).cuda().expand(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x - self.batch + self.state + self.row)
+        self.batch, self.state = x, torch.tanh(self.state + x.detach().float().mean(0))
+        self.row = self.table[1].expand(8, 16)
+        return output
+
+
+@pytest.mark.parametrize("reset_every", [1, 3, 100])
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_replays_write_to_no_batch_and_no_state_of_other_code(
+    policy: str, reset_every: int
+) -> None:
+    results = []
+    for capture in (True, False):
+        model, initial = Differences().cuda(), torch.zeros(16).cuda()
+        step = make_step(model, policy=policy, capture=capture)
+        batches = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(0)).cuda()
+        before, losses = batches.clone(), []
+        for number, x in enumerate(batches):
+            if number % reset_every == 0:
+                model.state = initial
+            losses.append(step(x, torch.ones_like(x)))
+        assert step.captured is capture
+        assert torch.equal(batches, before)
+        assert not initial.any()
+        results.append((torch.stack(losses), model.batch, model.state, model.row))
+    for captured, eager in zip(*results, strict=True):
+        torch.testing.assert_close(captured.float(), eager.float(), rtol=1e-2, atol=1e-3)

@@ -2,17 +2,22 @@
 
 A captured graph reads and writes fixed memory, and an assignment in Python is no part of it. So the
 graph copies what was assigned into the tensor that the module had before, and the module keeps it.
+That tensor is a copy which the graph owns: other code may have the one that the module had, such as
+a batch or an initial state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mezzo._torch import shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +33,16 @@ class KeptTensors:
     """The tensors in it, which a captured graph reads and writes."""
 
     @property
+    def place(self) -> tuple[int, str]:
+        """The buffer or attribute, as a key."""
+        return id(self.attributes), self.name
+
+    @property
+    def are_values(self) -> bool:
+        """Whether a graph can copy others into all of them."""
+        return all(map(_is_value, self.tensors))
+
+    @property
     def are_current(self) -> bool:
         """Whether the module has them now; the elements of a list may be others."""
         now = self.attributes.get(self.name)
@@ -39,8 +54,8 @@ class KeptTensors:
     def pairs(self) -> list[tuple[Tensor, Tensor]] | None:
         """Return each tensor with the one that the module has now in its place.
 
-        None if there are other shapes or dtypes now, or results that backward passes through, which
-        belong to one call.
+        None if there are other shapes or dtypes now, or sparse tensors, or results that backward
+        passes through, which belong to one call.
         """
         new = _tensors(self.attributes.get(self.name))
         fits = len(self.tensors) == len(new) and all(map(_fits, self.tensors, new))
@@ -51,6 +66,59 @@ class KeptTensors:
         if isinstance(self.value, list):
             self.value[:] = self.tensors
         self.attributes[self.name] = self.value
+
+    def replace(self, copies: dict[int, Tensor]) -> KeptTensors:
+        """Let the module have copies of these tensors; return them. `copies` has those by id."""
+        for tensor in self.tensors:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.clone()
+        tensors, value = [copies[id(tensor)] for tensor in self.tensors], self.value
+        if not isinstance(value, list):
+            value = tensors[0] if isinstance(value, Tensor) else tuple(tensors)
+        replaced = KeptTensors(self.attributes, self.name, value, tensors)
+        replaced.restore()
+        return replaced
+
+
+class Assignments:
+    """The buffers and attributes that passes have assigned.
+
+    >>> layer, assignments, batch = nn.Linear(2, 2), Assignments(), torch.ones(2)
+    >>> with assignments.noting([layer]):
+    ...     layer.last = batch
+    >>> (kept,) = assignments.own(module_state([layer]), [layer])
+    >>> kept.name, layer.last is batch, layer.last is kept.value
+    ('last', False, True)
+    """
+
+    def __init__(self) -> None:
+        self._places: set[tuple[int, str]] = set()
+
+    @contextmanager
+    def noting(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Note what a pass in this block assigns."""
+        before = {kept.place: kept for kept in module_state(models) if kept.are_values}
+        yield
+        for kept in module_state(models):
+            known = before.get(kept.place)
+            if kept.are_values and (known is None or not known.are_current):
+                self._places.add(kept.place)
+
+    def own(self, state: Iterable[KeptTensors], models: Sequence[nn.Module]) -> list[KeptTensors]:
+        """Let modules have copies of the tensors in places that passes assign; return the copies.
+
+        Only a captured graph has these, so that it may write them. Tensors that are the memory of a
+        parameter stay: they change with it.
+        """
+        copies: dict[int, Tensor] = {}
+        weights = {_address(weight) for model in models for weight in model.parameters()}
+        return [
+            kept.replace(copies)
+            for kept in state
+            if kept.place in self._places
+            and kept.are_values
+            and weights.isdisjoint(map(_address, kept.tensors))
+        ]
 
 
 def module_state(models: Iterable[nn.Module]) -> list[KeptTensors]:
@@ -116,10 +184,20 @@ def _tensors(value: Any) -> list[Tensor]:
     return list(value) if is_sequence and all(isinstance(one, Tensor) for one in value) else []
 
 
+def _is_value(tensor: Tensor) -> bool:
+    """Return whether a tensor is memory, through which backward does not pass."""
+    return tensor.layout is torch.strided and not tensor.requires_grad
+
+
 def _fits(tensor: Tensor, new: Tensor) -> bool:
     same = (tensor.shape, tensor.dtype, tensor.device) == (new.shape, new.dtype, new.device)
-    return same and not (tensor.requires_grad or new.requires_grad)
+    return same and _is_value(tensor) and _is_value(new)
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a tensor's memory; what another tensor does not have if it has none."""
+    (shard,) = shards([tensor])
+    try:
+        return shard.untyped_storage().data_ptr()
+    except RuntimeError:
+        return id(tensor)

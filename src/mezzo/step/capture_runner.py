@@ -292,7 +292,8 @@ class CaptureRunner:
             return returned
 
         timing = kind.timings.setdefault(phase, ReplayTiming(self._executor.components.device))
-        returned = timing.time_eager(warm_up)
+        with capturer.assignments.noting(self._executor.components.models):
+            returned = timing.time_eager(warm_up)
         self._check_gradients(phase)
         return returned
 

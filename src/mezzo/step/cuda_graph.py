@@ -7,7 +7,7 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,13 @@ from mezzo._torch import (
 )
 from mezzo.prepare import rng_state
 from mezzo.scaling.check_unscale import captured_tables
-from mezzo.step.assigned_tensors import KeptTensors, keep_assigned, module_state, prepare_replay
+from mezzo.step.assigned_tensors import (
+    Assignments,
+    KeptTensors,
+    keep_assigned,
+    module_state,
+    prepare_replay,
+)
 from mezzo.step.host_inputs import HostInput, HostInputs
 from mezzo.step.host_random import HostDraws, draw_again
 from mezzo.step.inputs import copy_outputs, make_static_buffers
@@ -134,6 +140,8 @@ class GraphCapturer:
     stream: torch.cuda.Stream
     host_inputs: HostInputs
     pool: GraphPool = field(default_factory=GraphPool)
+    assignments: Assignments = field(default_factory=Assignments)
+    """What the passes of warm-up calls have assigned to modules; callers note it."""
 
     @classmethod
     def on(cls, device: torch.device) -> GraphCapturer:
@@ -161,7 +169,7 @@ class GraphCapturer:
         values: Any,
         kept_alive: object = None,
         *,
-        models: Iterable[nn.Module] = (),
+        models: Sequence[nn.Module] = (),
         reports_eager: bool = True,
         records_draws: bool = False,
     ) -> CapturedGraph:
@@ -180,6 +188,7 @@ class GraphCapturer:
         ):
             try:
                 buffers = make_static_buffers(values)
+                owned, state = self.assignments.own(before, models), module_state(models)
                 # "relaxed": this thread and others, such as a data loader's, may allocate pinned
                 # memory meanwhile. Synchronizing with the stream fails in every mode.
                 with (
@@ -193,7 +202,7 @@ class GraphCapturer:
                     ),
                 ):
                     returned = map_tensors(run(buffers.values), torch.Tensor.detach)
-                    assigned = keep_assigned(before)
+                    assigned = keep_assigned(owned)
             except CaptureFailed:
                 raise
             # Any error: a function may do anything that cannot be captured.
@@ -207,7 +216,7 @@ class GraphCapturer:
             buffers.tensors,
             returned,
             # Not with their history: its nodes that accumulate gradients would be on this stream.
-            (*tables, kept_alive, [tensor.detach() for kept in before for tensor in kept.tensors]),
+            (*tables, kept_alive, [tensor.detach() for kept in state for tensor in kept.tensors]),
             self.host_inputs,
             tuple(draws.shapes),
             assigned,
@@ -230,7 +239,7 @@ class GraphCapturer:
             torch.cuda.set_stream(stream)
             rng_state.restore_rng_state(host_state)
             for tensors in before:
-                # Those of the capture hold nothing.
+                # Those that the capture has assigned hold nothing.
                 tensors.restore()
             # An error means that the capture has ended in order.
             with suppress(RuntimeError):

@@ -201,9 +201,10 @@ class EvalStep:
             if self._inputs.is_new_beyond_limit(kind):
                 return self._run_eagerly(inputs)
             timing = kind.timings.setdefault(_CALL, ReplayTiming(self._device))
-            return timing.time_eager(
-                lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
-            )
+            with capturer.assignments.noting([self.model]):
+                return timing.time_eager(
+                    lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
+                )
         if not self._inputs.has_room(kind):
             return self._run_eagerly(inputs)
         torch.cuda.synchronize(self._device)
