@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.recorded_graphs import capture_passes, record_graphs
@@ -37,9 +39,9 @@ def kept(model: nn.Module):
     return before, keep_assigned(before)
 
 
-def test_buffers_attributes_and_tuples_are_state_and_parameters_are_not():
+def test_parameters_buffers_attributes_and_tuples_are_state():
     names = [tensors.name for tensors in module_state([nn.Sequential(Stateful())])]
-    assert names == ["mean", "state", "last"]
+    assert names == ["mean", "state", "last", "weight", "bias"]
 
 
 def test_the_tensors_before_a_pass_get_what_it_has_assigned():
@@ -297,6 +299,36 @@ def test_replays_equal_eager_calls_and_write_to_no_tensor_of_others(model_class,
     assert torch.equal(captured.state, eager.state)
     for name, value in eager.state_dict().items():
         assert torch.equal(captured.state_dict()[name], value), name
+
+
+class ReplacesWeight(Differences):
+    """Replaces a parameter, as codebooks do that follow a running average."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.mean = nn.Parameter(0.9 * self.mean.detach() + 0.1 * y.detach().mean(0))
+        return y + self.mean.detach()
+
+
+@pytest.mark.usefixtures("_recorded_graphs")
+def test_a_model_that_replaces_a_parameter_is_not_captured():
+    batches = torch.randn(9, 5, 4, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for capture in (True, False):
+        model = ReplacesWeight()
+        optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+        step = mezzo.TrainStep(model, F.mse_loss, optimizer, "O1", capture=False)
+        if capture:
+            capture_passes(step)
+        warns = pytest.warns(UserWarning, match="replaces the parameter 'mean'")
+        with warns if capture else nullcontext():
+            losses.append(torch.stack([step(x, torch.ones(5, 4)) for x in batches]))
+        assert model.mean.isfinite().all()
+    assert torch.equal(*losses)
 
 
 @pytest.mark.usefixtures("_recorded_graphs")

@@ -94,6 +94,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         "set_stream": lambda _: None,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
+        "default_generators": (torch.Generator(),),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(cuda_graph, "clear_cublas_workspaces", lambda: None)

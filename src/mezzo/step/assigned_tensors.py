@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo._torch import shards
+from mezzo.scaling.mesh import any_sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,7 @@ class Assignments:
 
 
 def module_state(models: Iterable[nn.Module]) -> list[KeptTensors]:
-    """Return the tensors of modules that are not parameters.
+    """Return the tensors of modules.
 
     >>> layer = nn.Linear(2, 2)
     >>> layer.mean = mean = torch.zeros(2)
@@ -136,10 +137,23 @@ def module_state(models: Iterable[nn.Module]) -> list[KeptTensors]:
         KeptTensors(attributes, name, value, tensors)
         for model in models
         for module in model.modules()
-        for attributes in (module._buffers, vars(module))
+        for attributes in (module._parameters, module._buffers, vars(module))
         for name, value in attributes.items()
         if (tensors := _tensors(value))
     ]
+
+
+def replaced_parameter(before: Iterable[KeptTensors]) -> str | None:
+    """Return the name of a parameter in place of which a module has another one; None if none has.
+
+    FSDP2 replaces sharded ones by whole ones in a pass, and these by the sharded ones after it.
+    """
+    changed = (
+        (kept.name, (kept.value, kept.attributes.get(kept.name, kept.value)))
+        for kept in before
+        if isinstance(kept.value, nn.Parameter) and not kept.are_current
+    )
+    return next((name for name, values in changed if not any_sharded(values)), None)
 
 
 def keep_assigned(before: Iterable[KeptTensors]) -> tuple[KeptTensors, ...]:

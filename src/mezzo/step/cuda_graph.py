@@ -36,6 +36,7 @@ from mezzo.step.assigned_tensors import (
     keep_assigned,
     module_state,
     prepare_replay,
+    replaced_parameter,
 )
 from mezzo.step.host_inputs import HostInput, HostInputs
 from mezzo.step.host_random import HostDraws, draw_again
@@ -210,13 +211,17 @@ class GraphCapturer:
                 raise CaptureFailed(failure_reason(error, host_reads)) from error
             if rng_state.host_rng_has_moved(host_state) and not draws.explain(host_state):
                 raise HostDrawsFound
+            if (name := replaced_parameter(state)) is not None:
+                raise CaptureFailed(
+                    f"the forward pass replaces the parameter {name!r} of a module, which a"
+                    " captured graph cannot do (write to it instead, as with .data.copy_())"
+                )
         self.pool.add(graph)
         return CapturedGraph(
             graph,
             buffers.tensors,
             returned,
-            # Not with their history: its nodes that accumulate gradients would be on this stream.
-            (*tables, kept_alive, [tensor.detach() for kept in state for tensor in kept.tensors]),
+            (*tables, kept_alive, _memory_of(state)),
             self.host_inputs,
             tuple(draws.shapes),
             assigned,
@@ -261,6 +266,15 @@ class GraphCapturer:
                 torch.zeros(1, device=self.device)
         except RuntimeError:
             generator.graphsafe_set_state(generator.clone_state())
+
+
+def _memory_of(state: Iterable[KeptTensors]) -> list[torch.Tensor]:
+    """Return the tensors of modules, to keep their memory. A new address of a parameter is noticed.
+
+    Not with their history: its nodes that accumulate gradients would be on the capture stream.
+    """
+    tensors = (tensor for kept in state for tensor in kept.tensors)
+    return [tensor.detach() for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
 
 class CaptureFailed(Exception):  # noqa: N818 - not an error: the call runs eagerly
