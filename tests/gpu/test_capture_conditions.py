@@ -281,3 +281,35 @@ def test_replays_write_to_no_batch_and_no_state_of_other_code(
         results.append((torch.stack(losses), model.batch, model.state, model.row))
     for captured, eager in zip(*results, strict=True):
         torch.testing.assert_close(captured.float(), eager.float(), rtol=1e-2, atol=1e-3)
+
+
+class Resettable(nn.Module):
+    """Starts anew if it has no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x) if self.state is None else self.state
+        self.state = torch.tanh(state + x)
+        output: torch.Tensor = self.layers(self.state)
+        return output
+
+
+@pytest.mark.parametrize("reset_every", [1, 2, 3, 7])
+def test_a_state_that_is_reset_starts_anew(reset_every: int) -> None:
+    losses = []
+    batches = torch.randn(30, 8, 16, generator=torch.Generator().manual_seed(0)).cuda()
+    for capture in (True, False):
+        model = Resettable().cuda()
+        step = make_step(model, policy="O2", capture=capture)
+        for number, x in enumerate(batches):
+            if number % reset_every == 0:
+                model.state = None
+            losses.append(step(x, torch.ones_like(x)))
+        assert (step.replays > 15) is capture
+    torch.testing.assert_close(
+        torch.stack(losses[:30]), torch.stack(losses[30:]), rtol=1e-2, atol=1e-3
+    )

@@ -301,6 +301,38 @@ def test_replays_equal_eager_calls_and_write_to_no_tensor_of_others(model_class,
         assert torch.equal(captured.state_dict()[name], value), name
 
 
+class Resettable(Differences):
+    """Starts anew if it has no state."""
+
+    def forward(self, x):
+        state = torch.zeros_like(x) if getattr(self, "state", None) is None else self.state
+        self.state = torch.tanh(state + x)
+        return self.layer(self.state)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("reset_every", [1, 2, 3, 4, 7])
+@pytest.mark.usefixtures("_recorded_graphs")
+def test_a_state_that_is_reset_starts_anew(reset_every, is_removed):
+    captured, eager = Resettable(), Resettable()
+    batches = torch.randn(30, 5, 4, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for model in (captured, eager):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(model, F.mse_loss, optimizer, "O1", capture=False)
+        if model is captured:
+            capture_passes(step)
+        for number, x in enumerate(batches):
+            if number % reset_every == 0:
+                model.state = None
+                if is_removed:
+                    del model.state
+            losses.append(step(x, torch.ones(5, 4)))
+        assert (step.replays > 15) is (model is captured)
+    assert torch.equal(torch.stack(losses[:30]), torch.stack(losses[30:]))
+    assert torch.equal(captured.state, eager.state)
+
+
 class ReplacesWeight(Differences):
     """Replaces a parameter, as codebooks do that follow a running average."""
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from mezzo._torch import shards
 from mezzo.scaling.mesh import any_sharded
 
+MISSING = object()
+
 
 @dataclass(frozen=True, eq=False)
 class KeptTensors:
@@ -29,9 +31,9 @@ class KeptTensors:
     """Of the module."""
     name: str
     value: Any
-    """What the module keeps."""
+    """What the module keeps; `MISSING` if it has no such attribute."""
     tensors: list[Tensor]
-    """The tensors in it, which a captured graph reads and writes."""
+    """The tensors in it, which a captured graph reads and writes; none after a reset."""
 
     @property
     def place(self) -> tuple[int, str]:
@@ -66,7 +68,10 @@ class KeptTensors:
         """Let the module have these tensors again, with the values that they have."""
         if isinstance(self.value, list):
             self.value[:] = self.tensors
-        self.attributes[self.name] = self.value
+        if self.value is MISSING:
+            self.attributes.pop(self.name, None)
+        else:
+            self.attributes[self.name] = self.value
 
     def replace(self, copies: dict[int, Tensor]) -> KeptTensors:
         """Let the module have copies of these tensors; return them. `copies` has those by id."""
@@ -93,7 +98,25 @@ class Assignments:
     """
 
     def __init__(self) -> None:
-        self._places: set[tuple[int, str]] = set()
+        self._places: dict[tuple[int, str], dict[str, Any]] = {}
+        """Attributes of a module by place."""
+
+    @property
+    def empty_places(self) -> tuple[tuple[int, str], ...]:
+        """The places without tensors now, as after a reset.
+
+        Models read whether there are any, so that a captured graph depends on it.
+        """
+        if not self._places:
+            # Before every replay of most models.
+            return ()
+        return tuple(
+            [
+                place
+                for place, attributes in self._places.items()
+                if not _tensors(attributes.get(place[1]))
+            ]
+        )
 
     @contextmanager
     def noting(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -103,7 +126,15 @@ class Assignments:
         for kept in module_state(models):
             known = before.get(kept.place)
             if kept.are_values and (known is None or not known.are_current):
-                self._places.add(kept.place)
+                self._places[kept.place] = kept.attributes
+
+    def empty(self) -> list[KeptTensors]:
+        """Return what modules have in the empty places."""
+        return [
+            KeptTensors(attributes, place[1], attributes.get(place[1], MISSING), [])
+            for place in self.empty_places
+            for attributes in (self._places[place],)
+        ]
 
     def own(self, state: Iterable[KeptTensors], models: Sequence[nn.Module]) -> list[KeptTensors]:
         """Let modules have copies of the tensors in places that passes assign; return the copies.
@@ -117,6 +148,7 @@ class Assignments:
             kept.replace(copies)
             for kept in state
             if kept.place in self._places
+            and kept.tensors
             and kept.are_values
             and weights.isdisjoint(map(_address, kept.tensors))
         ]
@@ -141,6 +173,18 @@ def module_state(models: Iterable[nn.Module]) -> list[KeptTensors]:
         for name, value in attributes.items()
         if (tensors := _tensors(value))
     ]
+
+
+def made_tensors(empty: Iterable[KeptTensors]) -> tuple[KeptTensors, ...]:
+    """Return what a pass has assigned in empty places: modules get it after each replay."""
+    made = [
+        KeptTensors(kept.attributes, kept.name, value, _tensors(value))
+        for kept in empty
+        for value in (kept.attributes.get(kept.name),)
+    ]
+    for kept in empty:
+        kept.restore()
+    return tuple(kept for kept in made if kept.tensors and kept.are_values)
 
 
 def replaced_parameter(before: Iterable[KeptTensors]) -> str | None:

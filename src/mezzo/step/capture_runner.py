@@ -118,7 +118,8 @@ class CaptureRunner:
         size = refusal = None
         try:
             values = self._executor.options.closure_values()
-            key = (signature(call, leaves), self._number(modes), values)
+            empty = self._graphs.capturer.assignments.empty_places
+            key = (signature(call, leaves), self._number(modes), values, empty)
         except UnsupportedInput as error:
             refusal = (
                 f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"

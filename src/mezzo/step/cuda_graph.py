@@ -34,6 +34,7 @@ from mezzo.step.assigned_tensors import (
     Assignments,
     KeptTensors,
     keep_assigned,
+    made_tensors,
     module_state,
     prepare_replay,
     replaced_parameter,
@@ -64,6 +65,8 @@ class CapturedGraph:
     """Random numbers without an effect that the function draws on the host."""
     assigned: tuple[KeptTensors, ...] = ()
     """Tensors of modules in place of which the function assigns others."""
+    made: tuple[KeptTensors, ...] = ()
+    """Tensors that the function assigns to modules in empty places."""
 
     def prepare(self) -> bool:
         """Prepare a replay after eager calls; return False if it cannot be replayed any more."""
@@ -78,6 +81,9 @@ class CapturedGraph:
         else:
             self.graph.replay()
         draw_again(self.host_draws)
+        for tensors in self.made:
+            # Copies: other graphs use the same memory.
+            tensors.replace({})
         return copy_outputs(self.returned)
 
     def _copy_inputs(self, leaves: list[torch.Tensor]) -> None:
@@ -182,7 +188,8 @@ class GraphCapturer:
         that draw random numbers on the host, see `HostDraws`.
         """
         graph, pool, draws = torch.cuda.CUDAGraph(), self.pool.handle(), HostDraws()
-        before = module_state(models)
+        empty = self.assignments.empty()
+        before = [*module_state(models), *empty]
         with (
             self._restored_on_error(pool, before) as host_state,
             find_host_syncs() as host_reads,
@@ -203,7 +210,7 @@ class GraphCapturer:
                     ),
                 ):
                     returned = map_tensors(run(buffers.values), torch.Tensor.detach)
-                    assigned = keep_assigned(owned)
+                    assigned, made = keep_assigned(owned), made_tensors(empty)
             except CaptureFailed:
                 raise
             # Any error: a function may do anything that cannot be captured.
@@ -225,6 +232,7 @@ class GraphCapturer:
             self.host_inputs,
             tuple(draws.shapes),
             assigned,
+            made,
         )
 
     @contextmanager

@@ -153,7 +153,7 @@ class EvalStep:
             return self._run_eagerly(inputs)
         leaves: list[torch.Tensor] = []
         try:
-            key = signature(inputs, leaves)
+            key = (signature(inputs, leaves), self._capturer.assignments.empty_places)
         except UnsupportedInput as error:
             self._give_up(
                 f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"
