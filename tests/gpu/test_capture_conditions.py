@@ -313,3 +313,39 @@ def test_a_state_that_is_reset_starts_anew(reset_every: int) -> None:
     torch.testing.assert_close(
         torch.stack(losses[:30]), torch.stack(losses[30:]), rtol=1e-2, atol=1e-3
     )
+
+
+class AssignedMean(nn.Module):
+    """Assigns a running mean in training, and has a buffer without an address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("adjacency", torch.eye(16).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().float().mean(0)
+        output: torch.Tensor = self.layer(x - self.mean)
+        return output
+
+
+def test_inference_between_captured_steps_reads_the_buffers_that_they_assign() -> None:
+    outputs = []
+    for capture in ("auto", False):
+        torch.manual_seed(0)
+        model = AssignedMean().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(
+            model, nn.functional.mse_loss, optimizer, dtype="bfloat16", capture=capture
+        )
+        evaluate = mezzo.EvalStep(model, capture=capture)
+        found = []
+        for sizes in ([8] * 6, [4] * 6, [8, 4, 8, 8]):
+            for size in sizes:
+                step(torch.ones(size, 16, device="cuda"), torch.zeros(size, 16, device="cuda"))
+                found.append(evaluate(torch.ones(2, 16, device="cuda")))
+        assert step.captured is evaluate.captured is bool(capture)
+        outputs.append(torch.stack(found))
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-3)

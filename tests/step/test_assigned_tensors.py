@@ -375,3 +375,49 @@ def test_replays_of_inference_go_on_from_the_state_before():
         assert evaluate.captured is capture
     for captured, eager in zip(*outputs, strict=True):
         assert torch.equal(captured, eager)
+
+
+class RunningMean(Differences):
+    """Assigns a running mean in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.usefixtures("_recorded_graphs")
+def test_inference_reads_the_buffers_that_training_assigns():
+    model, x = RunningMean(), torch.ones(5, 4)
+    # It has no address.
+    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    evaluate, reference = (mezzo.EvalStep(model, capture=False) for _ in range(2))
+    capture_passes(evaluate)
+    for _ in range(3):
+        for _ in range(4):
+            assert torch.equal(evaluate(x), reference(x))
+        assert evaluate.captured
+        with torch.no_grad():
+            model(x)
+
+
+@pytest.mark.usefixtures("_recorded_graphs")
+def test_calls_that_do_not_assign_read_what_others_assign():
+    losses = []
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(4 + number % 2, 4, generator=generator) for number in range(30)]
+    for capture in (True, False):
+        model = RunningMean()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(model, F.mse_loss, optimizer, "O1", capture=False)
+        if capture:
+            capture_passes(step)
+        for number, x in enumerate(batches):
+            model.train(number > 6 and number % 5 != 0)
+            losses.append(step(x, torch.ones_like(x)))
+        assert (step.replays > 8) is capture
+    assert torch.equal(torch.stack(losses[:30]), torch.stack(losses[30:]))

@@ -33,7 +33,9 @@ class RecordedGraph:
             for op, args, kwargs, results in self.ops:
                 fresh = tree_leaves(op(*args, **kwargs))
                 for result, value in zip(tree_leaves(results), fresh, strict=True):
-                    if isinstance(result, torch.Tensor) and result.data_ptr() != value.data_ptr():
+                    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+                        continue
+                    if result.data_ptr() != value.data_ptr():
                         result.copy_(value)
 
 
@@ -106,6 +108,7 @@ def capture_passes(step: mezzo.TrainStep | mezzo.EvalStep) -> None:
     """Let a step on a CPU capture forward and backward passes; updates stay eager."""
     if isinstance(step, mezzo.EvalStep):
         step._capturer = GraphCapturer.on(torch.device("cpu"))
+        step._buffers = step._capturer.assignments.other_buffers(step.model)
         return
     runner = CaptureRunner(step._executor, Capture.AUTO)
     runner._graphs.captures_update = False

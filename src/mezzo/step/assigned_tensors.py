@@ -102,6 +102,11 @@ class Assignments:
         """Attributes of a module by place."""
 
     @property
+    def revision(self) -> int:
+        """Changes with the places: graphs that were captured before do not own their tensors."""
+        return len(self._places)
+
+    @property
     def empty_places(self) -> tuple[tuple[int, str], ...]:
         """The places without tensors now, as after a reset.
 
@@ -127,6 +132,20 @@ class Assignments:
             known = before.get(kept.place)
             if kept.are_values and (known is None or not known.are_current):
                 self._places[kept.place] = kept.attributes
+
+    def other_buffers(self, model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+        """Return the buffers that passes do not assign, as dictionaries of modules and names.
+
+        Without sparse ones, which have no address.
+        """
+        return [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+            and buffer.layout is torch.strided
+            and (id(module._buffers), name) not in self._places
+        ]
 
     def empty(self) -> list[KeptTensors]:
         """Return what modules have in the empty places."""

@@ -86,6 +86,7 @@ class StepGraphs:
         scaler = self._executor.components.scaler
         return [
             self._executor.metrics.revision,
+            self.capturer.assignments.revision,
             None if scaler is None else capture.counts_revision(scaler),
             None if scaler is None else capture.scale_rule(scaler),
             *[binding.recapture_key() for binding in self.bindings],

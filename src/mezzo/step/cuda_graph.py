@@ -63,14 +63,14 @@ class CapturedGraph:
     """Copies inputs from the host; None copies them like others."""
     host_draws: tuple[torch.Size, ...] = ()
     """Random numbers without an effect that the function draws on the host."""
-    assigned: tuple[KeptTensors, ...] = ()
-    """Tensors of modules in place of which the function assigns others."""
+    owned: tuple[KeptTensors, ...] = ()
+    """Tensors of modules in places that this function or another one assigns."""
     made: tuple[KeptTensors, ...] = ()
     """Tensors that the function assigns to modules in empty places."""
 
     def prepare(self) -> bool:
         """Prepare a replay after eager calls; return False if it cannot be replayed any more."""
-        return not self.assigned or prepare_replay(self.assigned)
+        return not self.owned or prepare_replay(self.owned)
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run the graph on other inputs; return copies of its outputs."""
@@ -210,7 +210,8 @@ class GraphCapturer:
                     ),
                 ):
                     returned = map_tensors(run(buffers.values), torch.Tensor.detach)
-                    assigned, made = keep_assigned(owned), made_tensors(empty)
+                    keep_assigned(owned)
+                    made = made_tensors(empty)
             except CaptureFailed:
                 raise
             # Any error: a function may do anything that cannot be captured.
@@ -231,7 +232,7 @@ class GraphCapturer:
             (*tables, kept_alive, _memory_of(state)),
             self.host_inputs,
             tuple(draws.shapes),
-            assigned,
+            tuple(tensors for tensors in owned if tensors.are_current),
             made,
         )
 
