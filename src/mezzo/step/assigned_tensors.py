@@ -98,13 +98,9 @@ class Assignments:
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, str], dict[str, Any]] = {}
-        """Attributes of a module by place."""
-
-    @property
-    def revision(self) -> int:
-        """Changes with the places: graphs that were captured before do not own their tensors."""
-        return len(self._places)
+        self.places: dict[tuple[int, str], dict[str, Any]] = {}
+        """Attributes of a module by place. Their number is part of the recapture key: graphs that
+        were captured before do not own the tensors of a new place."""
 
     @property
     def empty_places(self) -> tuple[tuple[int, str], ...]:
@@ -112,13 +108,10 @@ class Assignments:
 
         Models read whether there are any, so that a captured graph depends on it.
         """
-        if not self._places:
-            # Before every replay of most models.
-            return ()
         return tuple(
             [
                 place
-                for place, attributes in self._places.items()
+                for place, attributes in self.places.items()
                 if not _tensors(attributes.get(place[1]))
             ]
         )
@@ -131,7 +124,7 @@ class Assignments:
         for kept in module_state(models):
             known = before.get(kept.place)
             if kept.are_values and (known is None or not known.are_current):
-                self._places[kept.place] = kept.attributes
+                self.places[kept.place] = kept.attributes
 
     def other_buffers(self, model: nn.Module) -> list[tuple[dict[str, Any], str]]:
         """Return the buffers that passes do not assign, as dictionaries of modules and names.
@@ -144,7 +137,7 @@ class Assignments:
             for name, buffer in module._buffers.items()
             if buffer is not None
             and buffer.layout is torch.strided
-            and (id(module._buffers), name) not in self._places
+            and (id(module._buffers), name) not in self.places
         ]
 
     def empty(self) -> list[KeptTensors]:
@@ -152,7 +145,7 @@ class Assignments:
         return [
             KeptTensors(attributes, place[1], attributes.get(place[1], MISSING), [])
             for place in self.empty_places
-            for attributes in (self._places[place],)
+            for attributes in (self.places[place],)
         ]
 
     def own(self, state: Iterable[KeptTensors], models: Sequence[nn.Module]) -> list[KeptTensors]:
@@ -166,7 +159,7 @@ class Assignments:
         return [
             kept.replace(copies)
             for kept in state
-            if kept.place in self._places
+            if kept.place in self.places
             and kept.tensors
             and kept.are_values
             and weights.isdisjoint(map(_address, kept.tensors))

@@ -118,7 +118,8 @@ class CaptureRunner:
         size = refusal = None
         try:
             values = self._executor.options.closure_values()
-            empty = self._graphs.capturer.assignments.empty_places
+            assignments = self._graphs.assignments
+            empty = assignments.empty_places if assignments.places else ()
             key = (signature(call, leaves), self._number(modes), values, empty)
         except UnsupportedInput as error:
             refusal = (
@@ -293,7 +294,7 @@ class CaptureRunner:
             return returned
 
         timing = kind.timings.setdefault(phase, ReplayTiming(self._executor.components.device))
-        with capturer.assignments.noting(self._executor.components.models):
+        with self._graphs.assignments.noting(self._executor.components.models):
             returned = timing.time_eager(warm_up)
         self._check_gradients(phase)
         return returned

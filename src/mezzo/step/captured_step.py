@@ -75,6 +75,7 @@ class StepGraphs:
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
         self.capturer = GraphCapturer.on(executor.components.device)
+        self.assignments = self.capturer.assignments
         bindings = [device_binding(optimizer) for optimizer in executor.components.optimizers]
         self.bindings = [binding for binding in bindings if binding is not None]
         self.captures_update = len(self.bindings) == len(bindings)
@@ -86,7 +87,7 @@ class StepGraphs:
         scaler = self._executor.components.scaler
         return [
             self._executor.metrics.revision,
-            self.capturer.assignments.revision,
+            len(self.assignments.places),
             None if scaler is None else capture.counts_revision(scaler),
             None if scaler is None else capture.scale_rule(scaler),
             *[binding.recapture_key() for binding in self.bindings],
