@@ -241,3 +241,111 @@ def test_tensors_that_a_forward_pass_assigns_are_those_of_the_eager_step(dtype: 
         torch.testing.assert_close(
             captured.float().cpu(), eager.float().cpu(), rtol=1e-2, atol=1e-3
         )
+
+
+class Differences(nn.Module):
+    """Assigns its batch, and goes on from a state and a view of a table that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+        self.register_buffer("table", torch.randn(2, 16))
+        self.batch, self.state = torch.zeros(8, 16).cuda(), torch.zeros(16).cuda()
+        self.row = torch.zeros(16).cuda().expand(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x - self.batch + self.state + self.row)
+        self.batch, self.state = x, torch.tanh(self.state + x.detach().float().mean(0))
+        self.row = self.table[1].expand(8, 16)
+        return output
+
+
+@pytest.mark.parametrize("reset_every", [1, 3, 100])
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_replays_write_to_no_batch_and_no_state_of_other_code(
+    policy: str, reset_every: int
+) -> None:
+    results = []
+    for capture in (True, False):
+        model, initial = Differences().cuda(), torch.zeros(16).cuda()
+        step = make_step(model, policy=policy, capture=capture)
+        batches = torch.randn(12, 8, 16, generator=torch.Generator().manual_seed(0)).cuda()
+        before, losses = batches.clone(), []
+        for number, x in enumerate(batches):
+            if number % reset_every == 0:
+                model.state = initial
+            losses.append(step(x, torch.ones_like(x)))
+        assert step.captured is capture
+        assert torch.equal(batches, before)
+        assert not initial.any()
+        results.append((torch.stack(losses), model.batch, model.state, model.row))
+    for captured, eager in zip(*results, strict=True):
+        torch.testing.assert_close(captured.float(), eager.float(), rtol=1e-2, atol=1e-3)
+
+
+class Resettable(nn.Module):
+    """Starts anew if it has no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x) if self.state is None else self.state
+        self.state = torch.tanh(state + x)
+        output: torch.Tensor = self.layers(self.state)
+        return output
+
+
+@pytest.mark.parametrize("reset_every", [1, 2, 3, 7])
+def test_a_state_that_is_reset_starts_anew(reset_every: int) -> None:
+    losses = []
+    batches = torch.randn(30, 8, 16, generator=torch.Generator().manual_seed(0)).cuda()
+    for capture in (True, False):
+        model = Resettable().cuda()
+        step = make_step(model, policy="O2", capture=capture)
+        for number, x in enumerate(batches):
+            if number % reset_every == 0:
+                model.state = None
+            losses.append(step(x, torch.ones_like(x)))
+        assert (step.replays > 15) is capture
+    torch.testing.assert_close(
+        torch.stack(losses[:30]), torch.stack(losses[30:]), rtol=1e-2, atol=1e-3
+    )
+
+
+class AssignedMean(nn.Module):
+    """Assigns a running mean in training, and has a buffer without an address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("adjacency", torch.eye(16).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().float().mean(0)
+        output: torch.Tensor = self.layer(x - self.mean)
+        return output
+
+
+def test_inference_between_captured_steps_reads_the_buffers_that_they_assign() -> None:
+    outputs = []
+    for capture in ("auto", False):
+        torch.manual_seed(0)
+        model = AssignedMean().cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = mezzo.TrainStep(
+            model, nn.functional.mse_loss, optimizer, dtype="bfloat16", capture=capture
+        )
+        evaluate = mezzo.EvalStep(model, capture=capture)
+        found = []
+        for sizes in ([8] * 6, [4] * 6, [8, 4, 8, 8]):
+            for size in sizes:
+                step(torch.ones(size, 16, device="cuda"), torch.zeros(size, 16, device="cuda"))
+                found.append(evaluate(torch.ones(2, 16, device="cuda")))
+        assert step.captured is evaluate.captured is bool(capture)
+        outputs.append(torch.stack(found))
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 
 import mezzo
 from mezzo import _events
+from mezzo.prepare.rng_state import capture_host_rng_state, host_rng_has_moved
 from mezzo.step import memory_format
+from mezzo.step.cuda_graph import HostDrawsFound
 from mezzo.step.memory_format import LayoutChoice
 from mezzo.step.options import Layout
 
@@ -92,6 +96,41 @@ def test_a_measurement_at_the_first_call_decides_and_training_goes_on(faster, mo
         other, batches("cnn", 5), "O2", "float16", accumulate=2, channels_last=faster
     )
     assert losses == expected
+
+
+def test_a_model_that_draws_on_the_host_is_timed_eagerly_and_draws_as_without_it(monkeypatch):
+    class Capturer:
+        def run_on_capture_stream(self, run):
+            run()
+
+        def capture(self, run, values):
+            raise HostDrawsFound
+
+    class Event:
+        def __init__(self, **_):
+            pass
+
+        def record(self):
+            pass
+
+        synchronize = record
+
+        def elapsed_time(self, _):
+            return 1.0
+
+    monkeypatch.setattr(memory_format.GraphCapturer, "on", lambda _: Capturer())
+    monkeypatch.setattr(memory_format, "find_host_syncs", lambda: nullcontext([]))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    formats = []
+
+    def run(model, last):
+        formats.append(last)
+        return model(torch.rand(2, 3, 4, 4)).sum() * random.random()
+
+    model, before = nn.Conv2d(3, 2, 3), capture_host_rng_state()
+    assert not memory_format.measure(model, run, captured=True).channels_last
+    assert formats == [False] * 8 + [True] * 8
+    assert not host_rng_has_moved(before)
 
 
 def test_a_channels_last_model_stays_so():

@@ -82,10 +82,17 @@ def test_skips_that_the_eager_step_makes_too_name_the_parameter_once(captured_st
     assert not step.skipped
 
 
+def count_calls(model):
+    """Let a forward pass assign a tensor that counts calls."""
+    model.calls = torch.zeros(())
+    model.register_forward_pre_hook(lambda *_: setattr(model, "calls", model.calls + 1))
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_comparison_changes_nothing(captured_step, accumulate):
     overflows = range(15, 27)
     made, step = captured_step("cnn", accumulate=accumulate)
+    count_calls(made.model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*updates in a row")
         losses = train(step, "cnn", 45, overflows)
@@ -93,6 +100,7 @@ def test_the_comparison_changes_nothing(captured_step, accumulate):
     eager = eager_step(other, accumulate=accumulate)
     assert losses == train(eager, "cnn", 45, overflows)
     assert same(weights(made.model), weights(other.model))
+    assert made.model.calls == 45
     assert step.scaler.get_scale() == eager.scaler.get_scale()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 import mezzo
 from mezzo.step import captured_step, replay_timing
+from mezzo.step.assigned_tensors import Assignments
 from mezzo.step.capture_runner import CaptureRunner
 from mezzo.step.cuda_graph import CaptureFailed, GraphPool, HostDrawsFound
 from mezzo.step.executor import StepExecutor
@@ -132,6 +133,7 @@ class FakeCapturer:
     pool: GraphPool = field(default_factory=GraphPool)
     pools: list[Any] = field(default_factory=list)
     """The pool of each graph."""
+    assignments: Assignments = field(default_factory=Assignments)
 
     def run_on_capture_stream(self, run: Callable[[], Any]) -> Any:
         self.warm_ups += 1

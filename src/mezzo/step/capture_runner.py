@@ -118,7 +118,9 @@ class CaptureRunner:
         size = refusal = None
         try:
             values = self._executor.options.closure_values()
-            key = (signature(call, leaves), self._number(modes), values)
+            assignments = self._graphs.assignments
+            empty = assignments.empty_places if assignments.places else ()
+            key = (signature(call, leaves), self._number(modes), values, empty)
         except UnsupportedInput as error:
             refusal = (
                 f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"
@@ -292,7 +294,8 @@ class CaptureRunner:
             return returned
 
         timing = kind.timings.setdefault(phase, ReplayTiming(self._executor.components.device))
-        returned = timing.time_eager(warm_up)
+        with self._graphs.assignments.noting(self._executor.components.models):
+            returned = timing.time_eager(warm_up)
         self._check_gradients(phase)
         return returned
 

@@ -77,6 +77,7 @@ class StepGraphs:
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
         self.capturer = GraphCapturer.on(executor.components.device)
+        self.assignments = self.capturer.assignments
         bindings = [device_binding(optimizer) for optimizer in executor.components.optimizers]
         self.bindings = [binding for binding in bindings if binding is not None]
         self.captures_update = len(self.bindings) == len(bindings)
@@ -88,6 +89,7 @@ class StepGraphs:
         scaler = self._executor.components.scaler
         return [
             self._executor.metrics.revision,
+            len(self.assignments.places),
             None if scaler is None else captured_scaler.counts_revision(scaler),
             None if scaler is None else captured_scaler.scale_rule(scaler),
             *[binding.recapture_key() for binding in self.bindings],

@@ -7,7 +7,7 @@ import sysconfig
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,15 @@ from mezzo._torch import (
 )
 from mezzo.prepare import rng_state
 from mezzo.scaling.check_unscale import captured_tables
-from mezzo.step.assigned_tensors import KeptTensors, keep_assigned, module_state, prepare_replay
+from mezzo.step.assigned_tensors import (
+    Assignments,
+    KeptTensors,
+    keep_assigned,
+    made_tensors,
+    module_state,
+    prepare_replay,
+    replaced_parameter,
+)
 from mezzo.step.host_inputs import HostInput, HostInputs
 from mezzo.step.host_random import HostDraws, draw_again
 from mezzo.step.inputs import copy_outputs, make_static_buffers
@@ -54,12 +62,14 @@ class CapturedGraph:
     """Copies inputs from the host; None copies them like others."""
     host_draws: tuple[torch.Size, ...] = ()
     """Random numbers without an effect that the function draws on the host."""
-    assigned: tuple[KeptTensors, ...] = ()
-    """Tensors of modules in place of which the function assigns others."""
+    owned: tuple[KeptTensors, ...] = ()
+    """Tensors of modules in places that this function or another one assigns."""
+    made: tuple[KeptTensors, ...] = ()
+    """Tensors that the function assigns to modules in empty places."""
 
     def prepare(self) -> bool:
         """Prepare a replay after eager calls; return False if it cannot be replayed any more."""
-        return not self.assigned or prepare_replay(self.assigned)
+        return not self.owned or prepare_replay(self.owned)
 
     def replay(self, leaves: list[torch.Tensor]) -> Any:
         """Run the graph on other inputs; return copies of its outputs."""
@@ -70,6 +80,9 @@ class CapturedGraph:
         else:
             self.graph.replay()
         draw_again(self.host_draws)
+        for tensors in self.made:
+            # Copies: other graphs use the same memory.
+            tensors.replace({})
         return copy_outputs(self.returned)
 
     def _copy_inputs(self, leaves: list[torch.Tensor]) -> None:
@@ -133,6 +146,8 @@ class GraphCapturer:
     stream: torch.cuda.Stream
     host_inputs: HostInputs
     pool: GraphPool = field(default_factory=GraphPool)
+    assignments: Assignments = field(default_factory=Assignments)
+    """What the passes of warm-up calls have assigned to modules; callers note it."""
 
     @classmethod
     def on(cls, device: torch.device) -> GraphCapturer:
@@ -160,7 +175,7 @@ class GraphCapturer:
         values: Any,
         kept_alive: object = None,
         *,
-        models: Iterable[nn.Module] = (),
+        models: Sequence[nn.Module] = (),
         hides_capture: bool = True,
         records_draws: bool = False,
     ) -> CapturedGraph:
@@ -172,13 +187,15 @@ class GraphCapturer:
         that draw random numbers on the host, see `HostDraws`.
         """
         graph, pool, draws = torch.cuda.CUDAGraph(), self.pool.handle(), HostDraws()
-        before = module_state(models)
+        empty = self.assignments.empty()
+        before = [*module_state(models), *empty]
         with (
             self._restored_on_error(pool, before) as host_state,
             find_host_syncs() as host_reads,
         ):
             try:
                 buffers = make_static_buffers(values)
+                owned, state = self.assignments.own(before, models), module_state(models)
                 # "relaxed": this thread and others, such as a data loader's, may allocate pinned
                 # memory meanwhile. Synchronizing with the stream fails in every mode.
                 with (
@@ -192,7 +209,8 @@ class GraphCapturer:
                     ),
                 ):
                     returned = map_tensors(run(buffers.values), torch.Tensor.detach)
-                    assigned = keep_assigned(before)
+                    keep_assigned(owned)
+                    made = made_tensors(empty)
             except CaptureFailed:
                 raise
             # Any error: a function may do anything that cannot be captured.
@@ -200,16 +218,21 @@ class GraphCapturer:
                 raise CaptureFailed(failure_reason(error, host_reads)) from error
             if rng_state.host_rng_has_moved(host_state) and not draws.explain(host_state):
                 raise HostDrawsFound
+            if (name := replaced_parameter(state)) is not None:
+                raise CaptureFailed(
+                    f"the forward pass replaces the parameter {name!r} of a module, which a"
+                    " captured graph cannot do (write to it instead, as with .data.copy_())"
+                )
         self.pool.add(graph)
         return CapturedGraph(
             graph,
             buffers.tensors,
             returned,
-            # Not with their history: its nodes that accumulate gradients would be on this stream.
-            (*tables, kept_alive, [tensor.detach() for kept in before for tensor in kept.tensors]),
+            (*tables, kept_alive, _memory_of(state)),
             self.host_inputs,
             tuple(draws.shapes),
-            assigned,
+            tuple(tensors for tensors in owned if tensors.are_current),
+            made,
         )
 
     @contextmanager
@@ -229,7 +252,7 @@ class GraphCapturer:
             torch.cuda.set_stream(stream)
             rng_state.restore_rng_state(host_state)
             for tensors in before:
-                # Those of the capture hold nothing.
+                # Those that the capture has assigned hold nothing.
                 tensors.restore()
             # An error means that the capture has ended in order.
             with suppress(RuntimeError):
@@ -251,6 +274,15 @@ class GraphCapturer:
                 torch.zeros(1, device=self.device)
         except RuntimeError:
             generator.graphsafe_set_state(generator.clone_state())
+
+
+def _memory_of(state: Iterable[KeptTensors]) -> list[torch.Tensor]:
+    """Return the tensors of modules, to keep their memory. A new address of a parameter is noticed.
+
+    Not with their history: its nodes that accumulate gradients would be on the capture stream.
+    """
+    tensors = (tensor for kept in state for tensor in kept.tensors)
+    return [tensor.detach() for tensor in tensors if not isinstance(tensor, nn.Parameter)]
 
 
 class CaptureFailed(Exception):  # noqa: N818 - not an error: the call runs eagerly

@@ -103,13 +103,17 @@ class EvalStep:
         forces, needs the second, or the third if it does not call `torch.enable_grad`."""
         if not self._is_sharded:
             self._contexts.insert(0, torch.inference_mode)
-        self._tensors = [*model.parameters(), *model.buffers()]
+        self._parameters = list(model.parameters())
+        self._buffers: list[tuple[dict[str, Any], str]] = []
+        """Buffers of modules by name, except those that calls of this step assign."""
         self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
         self._recapture_key: Hashable = None
         """Addresses of parameters and buffers at the captures."""
         self._warm_up_calls = 0
         self._warned_many = False
         self._capturer = self._make_capturer()
+        if self._capturer is not None:
+            self._buffers = self._capturer.assignments.other_buffers(model)
 
     def _make_capturer(self) -> GraphCapturer | None:
         if self._capture is Capture.OFF:
@@ -153,14 +157,14 @@ class EvalStep:
             return self._run_eagerly(inputs)
         leaves: list[torch.Tensor] = []
         try:
-            key = signature(inputs, leaves)
+            key = (signature(inputs, leaves), self._capturer.assignments.empty_places)
         except UnsupportedInput as error:
             self._give_up(
                 f"an input of type {error} is neither a tensor, a list, a tuple, a mapping, a"
                 " dataclass nor a hashable value"
             )
             return self._run_eagerly(inputs)
-        recapture_key = tuple(map(_ADDRESS, self._tensors))
+        recapture_key = self._addresses()
         if recapture_key != self._recapture_key:
             self._drop_graphs(recapture_key)
         kind = self._inputs.use(key, leaves)
@@ -174,6 +178,14 @@ class EvalStep:
             self._drop_graphs(recapture_key)
             return self._run_eagerly(inputs)
         return self._replay(kind, graph, leaves)
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Return the addresses of parameters and buffers: training may assign other buffers."""
+        buffers = [attributes.get(name) for attributes, name in self._buffers]
+        return (
+            *map(_ADDRESS, self._parameters),
+            *[0 if buffer is None else buffer.data_ptr() for buffer in buffers],
+        )
 
     def _replay(
         self, kind: InputKind[CapturedGraph], graph: CapturedGraph, leaves: list[torch.Tensor]
@@ -201,9 +213,12 @@ class EvalStep:
             if self._inputs.is_new_beyond_limit(kind):
                 return self._run_eagerly(inputs)
             timing = kind.timings.setdefault(_CALL, ReplayTiming(self._device))
-            return timing.time_eager(
-                lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
-            )
+            with capturer.assignments.noting([self.model]):
+                outputs = timing.time_eager(
+                    lambda: capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
+                )
+            self._buffers = capturer.assignments.other_buffers(self.model)
+            return outputs
         if not self._inputs.has_room(kind):
             return self._run_eagerly(inputs)
         torch.cuda.synchronize(self._device)

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo._errors import PolicyError
 from mezzo._hardware import hardware
+from mezzo.prepare import rng_state
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.kept_results import copy_with_results
 from mezzo.scaling.mesh import any_sharded
-from mezzo.step.cuda_graph import GraphCapturer, find_host_syncs
+from mezzo.step.cuda_graph import CaptureFailed, GraphCapturer, find_host_syncs
 from mezzo.step.inputs import IMAGE_DIMS, is_channels_last
 from mezzo.step.options import Layout
 
@@ -124,7 +125,7 @@ def measure(
     restored.
     """
     device = next(iter(model.parameters())).device
-    state = torch.cuda.get_rng_state(device)
+    state = rng_state.capture_rng_state()
     try:
         contiguous, last = (
             _time(
@@ -137,7 +138,7 @@ def measure(
             for last in (False, True)
         )
     finally:
-        torch.cuda.set_rng_state(state, device)
+        rng_state.restore_rng_state(state)
     return LayoutChoice(
         channels_last=last < _FASTER * contiguous,
         reason=(
@@ -193,5 +194,5 @@ def _capture_replay(
     """Return a function that replays a run; None if it cannot be captured."""
     try:
         return capturer.capture(run, ()).graph.replay
-    except RuntimeError:
+    except CaptureFailed:
         return None

@@ -19,6 +19,7 @@ from mezzo.prepare.arguments import Optimizer
 from mezzo.scaling import captured_scaler
 from mezzo.scaling.gradients import is_finite, parameters
 from mezzo.scaling.step_result import NO_SOURCE, KnownSource, NonfiniteSource
+from mezzo.step.assigned_tensors import module_state
 from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call
 from mezzo.step.rank_agreement import process_groups
@@ -79,7 +80,8 @@ class StallCheck:
     def compute(self, call: Call) -> None:
         """Add the eager gradients of a call.
 
-        Weights, gradients, buffers and random generators are restored afterwards.
+        Weights, gradients, buffers, random generators and the tensors that modules have are
+        restored afterwards.
         """
         if self.compared is None:
             return
@@ -87,6 +89,7 @@ class StallCheck:
         rng = rng_state.capture_rng_state()
         models = self._executor.components.models
         buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+        state = module_state(models)
         try:
             for parameter, eager in self.compared.items():
                 parameter.grad = eager.gradient
@@ -104,6 +107,8 @@ class StallCheck:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
+            for tensors in state:
+                tensors.restore()
             rng_state.restore_rng_state(rng)
 
     def judge(self) -> str | None:
