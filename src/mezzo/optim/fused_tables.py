@@ -321,14 +321,11 @@ class LaunchPlan:
             tables, self._reserved = self._reserved, []
             self._claimed.append((tables, key))
             return tables
-        # The user's own capture, or a second use in one capture: the copies are captured too, and
-        # read their pinned source at every replay.
-        staged = [
-            _launch.staged_on(device, torch.tensor(launch.select(key), dtype=torch.int64))
+        # The user's own capture, or a second use in one capture: the copies are captured too.
+        return [
+            _table_on(device, torch.tensor(launch.select(key), dtype=torch.int64))
             for launch in self.launches
         ]
-        self._captured.append(staged)
-        return [table for table, _ in staged]
 
     def reserve(self) -> None:
         """Allocate the address tables that the next capture will read."""
