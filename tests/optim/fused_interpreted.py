@@ -326,7 +326,11 @@ def test_gradients_with_other_strides_update_the_right_elements() -> None:
     )
 
 
-def test_learning_rates_may_be_tensors_and_may_change() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_learning_rates_may_be_tensors_and_may_change(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "needs_sync", lambda _: on_device)
     trained = small()
     # A step as large as the weight cancels it, and float32 is then less accurate than the bound:
     # with learning rates from 0.5 on in 17 of 1,000 draws.
