@@ -279,6 +279,32 @@ def test_unguarded_and_guarded_steps_are_equal() -> None:
     assert same(*results)
 
 
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("master", ["split", "kahan"])
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.Muon])
+def test_a_step_notices_a_write_through_data(make: Any, master: str, capture: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32, bias=False).cuda()
+    optimizer = make(model.parameters(), lr=0.01)
+    step = mezzo.TrainStep(
+        model,
+        nn.functional.mse_loss,
+        optimizer,
+        policy="O2",
+        dtype="bfloat16",
+        master=master,
+        capture=capture,
+    )
+    x = torch.randn(8, 32, device="cuda")
+    for _ in range(6):
+        step(x, x)
+    assert step.captured is capture
+    model.weight.data.fill_(1.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    step(x, x)
+    assert (mezzo.master_params(model)["weight"] == 1.0).all()
+
+
 @pytest.mark.parametrize("shape", [(768, 2304), (3072, 768), (768, 768)])
 def test_stacked_matrices_are_orthogonalized_as_torchs_muon_does(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)

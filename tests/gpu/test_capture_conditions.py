@@ -211,6 +211,22 @@ def test_a_parameter_that_was_frozen_and_written_is_trained_on_from_what_was_wri
         assert torch.allclose(captured, eager, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_replays_follow_a_learning_rate_in_a_tensor(device: str) -> None:
+    weights = []
+    for capture in (True, False):
+        model, rate = make_model(), torch.tensor(1e-2, device=device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        step = mezzo.TrainStep(model, F.mse_loss, optimizer, dtype="bfloat16", capture=capture)
+        run(step, [8] * 6)
+        assert step.captured is capture
+        rate.fill_(1e-4)
+        run(step, [8] * 4)
+        weights.append([one.detach().clone() for one in model.parameters()])
+    for captured, eager in zip(*weights, strict=True):
+        assert torch.allclose(captured, eager, rtol=1e-2, atol=1e-3)
+
+
 class RunningMean(nn.Module):
     """Assigns a buffer and a tuple in its forward pass, and reads what the last call assigned."""
 

@@ -280,6 +280,23 @@ def test_momentum_that_is_switched_on_later_starts_from_the_next_gradient() -> N
         )
 
 
+def test_momentum_starts_from_the_first_gradient_that_is_not_skipped() -> None:
+    trained = step_cases.training("SGD momentum", "float32", torch.bfloat16, "cpu", seed=3)
+    trained.gradients()
+    trained.step(found=True)
+    trained.gradients()
+    # Another list of parameters needs other tables.
+    missing = trained.parameters[0].grad
+    trained.parameters[0].grad = None
+    trained.step(found=True)
+    trained.parameters[0].grad = missing
+    values, _, _ = step_cases.wanted(trained, 1, 1.0, None)
+    trained.step()
+    assert all(
+        step_cases.close(got, value) for got, value in zip(trained.exact(), values, strict=True)
+    )
+
+
 def test_a_replaced_optimizer_state_is_used() -> None:
     trained = small()
     trained.gradients()
@@ -309,7 +326,11 @@ def test_gradients_with_other_strides_update_the_right_elements() -> None:
     )
 
 
-def test_learning_rates_may_be_tensors_and_may_change() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_learning_rates_may_be_tensors_and_may_change(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "needs_sync", lambda _: on_device)
     trained = small()
     # A step as large as the weight cancels it, and float32 is then less accurate than the bound:
     # with learning rates from 0.5 on in 17 of 1,000 draws.

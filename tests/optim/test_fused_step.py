@@ -9,6 +9,7 @@ import torch
 from support import step_cases
 from support.interpreted import needs_triton, run_interpreted
 
+from mezzo import _launch
 from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.fused_algorithms import ALGORITHMS
 from mezzo.optim.fused_step import FusedBinding
@@ -118,3 +119,18 @@ def test_the_recapture_key_tells_apart_tensors_that_a_captured_copy_reads(name: 
     assert [keys.index(key) for key in keys] == [0, 1, 0, 3]
     group |= {"lr": 0.5, "betas": (0.5, 0.99)}
     assert binding.recapture_key() == numbers
+
+
+def test_a_capture_copies_no_learning_rate_from_a_tensor_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rate, device = torch.tensor(0.5), torch.device("cpu")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=rate)
+    binding = bind_optimizer(optimizer, MasterWeights())
+    assert binding._hyper_on(device, optimizer.param_groups)[0, 0] == 0.5
+    rate.fill_(0.25)
+    monkeypatch.setattr(_launch, "is_capturing", lambda _: True)
+    assert binding._hyper_on(device, optimizer.param_groups)[0, 0] == 0.5
+    # Before each replay.
+    monkeypatch.setattr(_launch, "is_capturing", lambda _: False)
+    assert binding._hyper_on(device, optimizer.param_groups)[0, 0] == 0.25

@@ -271,6 +271,16 @@ def test_a_plan_made_in_a_capture_keeps_its_sources_with_the_graph_and_fits_noth
     assert Case().fits()
 
 
+def test_a_capture_without_reserved_tables_keeps_the_sources_of_its_copies_with_the_graph(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "is_capturing", lambda _: True)
+    with check_unscale.captured_tables() as kept:
+        tables = case.plan.gradients_on(torch.device("cpu"), case.gradients)
+    # On a CPU a table is its own source. The plan may be replaced before the graph is replayed.
+    assert [id(one) for one in kept] == [id(one) for one in tables]
+
+
 def test_tables_of_gradient_addresses_are_cached(case: Case) -> None:
     device = torch.device("cpu")
     first = case.plan.gradients_on(device, case.gradients)

@@ -153,6 +153,32 @@ def test_steps_agree_with_torchs_muon_over_float32(
         assert torch.equal(ours, theirs), twins.seed
 
 
+@pytest.mark.parametrize("loads", [False, True], ids=["write", "load and write"])
+@pytest.mark.parametrize("master", ["split", "kahan"])
+def test_a_write_through_data_to_a_whole_parameter_drops_its_companion(
+    master: str, loads: bool
+) -> None:
+    twins = Twins(master, weight_decay=0.0)
+    for _ in range(2):
+        twins.set_gradients()
+        step(twins.optimizer)
+    for group in twins.optimizer.param_groups:
+        group["lr"] = 0.0
+    if loads:
+        for parameter in twins.masters:
+            companion = twins.masters.companion(parameter)
+            assert companion is not None
+            twins.masters.load(parameter, companion)
+    *written, kept = twins.parameters
+    before = twins.masters.read(kept)
+    for parameter in written:
+        parameter.data.fill_(1.0)
+    twins.set_gradients()
+    step(twins.optimizer)
+    assert all((twins.masters.read(parameter) == 1.0).all() for parameter in written), twins.seed
+    assert torch.equal(twins.masters.read(kept), before), twins.seed
+
+
 def test_matrices_of_one_shape_and_group_are_updated_together() -> None:
     twins = Twins()
     twins.set_gradients()

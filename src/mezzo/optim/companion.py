@@ -5,13 +5,14 @@ A sample is a few elements of the parameter, which show whether other code has w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mezzo._launch import is_dense
+from mezzo._torch import foreach_norm
 from mezzo.optim.master_formats import MASTER_FORMATS, MasterFormat
 from mezzo.policy.types import Master
 from mezzo.scaling.mesh import is_sharded, local, sharded_like
@@ -199,3 +200,21 @@ def matches_sample(parameter: torch.Tensor, sample: torch.Tensor) -> torch.Tenso
     nonzero = (now & _MAGNITUDE) != 0
     changed = (nonzero & (now != sample.view(torch.int16))).sum()
     return (changed == 0) | (2 * changed < nonzero.sum())
+
+
+def matches_samples(
+    parameters: Sequence[torch.Tensor], samples: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return `matches_sample` of each parameter, computed in a few launches for all.
+
+    >>> weights = torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([3.0]).bfloat16()
+    >>> matches_samples(weights, (weights[0], weights[1] + 1))
+    tensor([ True, False])
+    """
+    now = torch.cat([sampled(parameter) for parameter in parameters]).view(torch.int16)
+    nonzero = (now & _MAGNITUDE) != 0
+    changed = nonzero & (now != torch.cat(tuple(samples)).view(torch.int16))
+    sizes = [sample.numel() for sample in samples]
+    counts = foreach_norm([*changed.float().split(sizes), *nonzero.float().split(sizes)], ord=1)
+    changes, filled = torch.stack(counts).view(2, -1).unbind()
+    return (changes == 0) | (2 * changes < filled)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from mezzo._launch import is_dense
-from mezzo._torch import foreach_copy_
-from mezzo.optim.companion import sampled
+from mezzo._torch import foreach_copy_, foreach_mul_
+from mezzo.optim.companion import matches_samples, sampled
 from mezzo.optim.master_weights import MasterWeights
 
 _SMALL = 2**16
@@ -82,7 +82,22 @@ class FlatValues:
         self._companions = [companion for companion in companions if companion is not None]
         if self._companions:
             self._companion = flatten(self._companions)
-        return self._masters.format.merge(self._stored, self._companion)
+        return self._masters.format.merge(self._stored, self._current_companion())
+
+    def _current_companion(self) -> torch.Tensor | None:
+        """Return the companions, zero for parameters that no longer match their samples."""
+        samples = self._samples()
+        if self._companion is None or not samples:
+            return self._companion
+        current, matches = self._companion.clone(), matches_samples(self._parameters, samples)
+        # As bits: a companion of NaN times zero would be NaN.
+        bits = views_like(current.view(torch.int16), self._companions)
+        foreach_mul_(bits, list(matches.to(torch.int16).unbind()))
+        return current
+
+    def _samples(self) -> list[torch.Tensor]:
+        samples = map(self._masters.sample, self._parameters)
+        return [sample for sample in samples if sample is not None]
 
     def views(self) -> list[torch.Tensor]:
         """Return the value of each parameter, as views of `flat`."""
@@ -104,11 +119,7 @@ class FlatValues:
             self._masters.mark_written(self._parameters)
 
     def _write_samples(self, skipped: torch.Tensor | None) -> None:
-        samples = (
-            [sample for sample in map(self._masters.sample, self._parameters) if sample is not None]
-            if self._companions
-            else []
-        )
+        samples = self._samples() if self._companions else []
         if samples:
             now = torch.cat([sampled(parameter) for parameter in self._parameters])
             _write(samples, kept_if(skipped, flatten(samples), now))

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from mezzo import _launch
 from mezzo.optim.binding import Optimizer
 from mezzo.optim.device_binding import DeviceBinding, write_table
-from mezzo.optim.fused_algorithms import ALGORITHMS, algorithm_name
+from mezzo.optim.fused_algorithms import ALGORITHMS, Number, algorithm_name
 from mezzo.optim.fused_launch import CHUNK, StepInputs, launch_update
 from mezzo.optim.fused_tables import LaunchPlan, ParameterSlots, gradients_of, make_launches
 from mezzo.optim.master_weights import MasterWeights
@@ -332,7 +332,7 @@ class FusedBinding(DeviceBinding):
         """
         values = [(*self._algorithm.numbers(group), self.clip_norm or 0.0) for group in groups]
         numbers = tuple(
-            tuple(0.0 if isinstance(value, torch.Tensor) else float(value) for value in group)
+            tuple(0.0 if _is_on_device(value) else float(value) for value in group)
             for group in values
         )
         last_numbers, hyper = self._hyper
@@ -344,9 +344,17 @@ class FusedBinding(DeviceBinding):
             self._hyper, self._copied_groups = (numbers, hyper), None
         for column, group in enumerate(values):
             for row, value in enumerate(group):
-                if isinstance(value, torch.Tensor):
+                if _is_on_device(value):
                     hyper[row, column].copy_(value, non_blocking=True)
         return hyper
+
+
+def _is_on_device(value: Number) -> TypeGuard[torch.Tensor]:
+    """Return whether a hyper-parameter is a tensor that the host cannot read at once.
+
+    One on the host is a number: torch refuses to capture copies of memory that is not pinned.
+    """
+    return isinstance(value, torch.Tensor) and _launch.needs_sync(value.device)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,13 @@ class ParameterSlot:
     """Sample of the parameter, if its master format needs one."""
 
 
+class _Momentum(NamedTuple):
+    """A momentum buffer, and how many steps have gone into it."""
+
+    buffer: torch.Tensor
+    steps: torch.Tensor
+
+
 class ParameterSlots:
     """Create the slots of an optimizer's parameters, and initialize missing optimizer state."""
 
@@ -58,6 +65,8 @@ class ParameterSlots:
         self.counters = torch.zeros(2, 0)
         """float32 [2, parameters]: steps and random draws of each parameter. float32 counts exactly
         up to 2**24, as torch's own `step`."""
+        self._momentum: dict[torch.Tensor, _Momentum] = {}
+        """Momentum of parameters whose state does not count steps."""
 
     def of(
         self, parameters: Sequence[torch.Tensor], mesh: ProcessMesh | None = None
@@ -86,12 +95,12 @@ class ParameterSlots:
     ) -> ParameterSlot:
         group, state = groups_of(self._optimizer)[group_index], self._optimizer.state[parameter]
         names = self._algorithm.states(group)
-        has_state = all(state.get(name) is not None for name in names)
-        counters = self._counters(
-            self.counters[:, index], state, has_state=has_state and bool(names)
-        )
+        column = self.counters[:, index]
+        counters = self._counters(column, state, self._momentum_steps(parameter, state, names))
         for name in names:
             state[name] = self._state(parameter, state.get(name), group)
+        if names and not self._algorithm.has_step_count:
+            self._momentum[parameter] = _Momentum(state[names[0]], column[_STEPS])
         self._masters.add_to_state(parameter, self._optimizer.state)
         companion = sample = None
         if parameter in self._masters:
@@ -129,8 +138,19 @@ class ParameterSlots:
         )
         return state if existing is None else state.copy_(existing)
 
+    def _momentum_steps(
+        self, parameter: torch.Tensor, state: dict[str, Any], names: Sequence[str]
+    ) -> torch.Tensor | float:
+        """Return the steps that have gone into a momentum buffer, or 1 if that is not known."""
+        if not names or any(state.get(name) is None for name in names):
+            return 0.0
+        momentum = self._momentum.get(parameter)
+        if momentum is None or momentum.buffer is not state[names[0]]:
+            return 1.0
+        return momentum.steps
+
     def _counters(
-        self, column: torch.Tensor, state: dict[str, Any], *, has_state: bool
+        self, column: torch.Tensor, state: dict[str, Any], momentum_steps: torch.Tensor | float
     ) -> tuple[tuple[str, torch.Tensor], ...]:
         """Fill a parameter's column of the counters, and put views of it into its state."""
         counters = []
@@ -139,8 +159,9 @@ class ParameterSlots:
             state["step"] = column[_STEPS]
             counters.append(("step", state["step"]))
         else:
-            # Not in the state: only distinguishes the first step, which initializes the momentum.
-            column[_STEPS] = float(has_state)
+            # Not in the state: only distinguishes the first step that is not skipped, which
+            # initializes the momentum.
+            column[_STEPS] = momentum_steps
         if self._masters.format.master is Master.STOCHASTIC:
             column[_DRAWS] = state.get("draws", 0)
             state["draws"] = column[_DRAWS]
@@ -300,14 +321,11 @@ class LaunchPlan:
             tables, self._reserved = self._reserved, []
             self._claimed.append((tables, key))
             return tables
-        # The user's own capture, or a second use in one capture: the copies are captured too, and
-        # read their pinned source at every replay.
-        staged = [
-            _launch.staged_on(device, torch.tensor(launch.select(key), dtype=torch.int64))
+        # The user's own capture, or a second use in one capture: the copies are captured too.
+        return [
+            _table_on(device, torch.tensor(launch.select(key), dtype=torch.int64))
             for launch in self.launches
         ]
-        self._captured.append(staged)
-        return [table for table, _ in staged]
 
     def reserve(self) -> None:
         """Allocate the address tables that the next capture will read."""
