@@ -67,6 +67,38 @@ def test_the_error_of_a_write_in_place_says_to_cast_the_values(op, write, policy
         model(torch.randn(4, 4))
 
 
+MASK = torch.ones(4, 4).triu(1).bool()
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("masked_fill", lambda scores: scores.masked_fill(MASK, -1e9)),
+        ("clamp", lambda scores: scores.clamp(min=-1e9)),
+        ("pad", lambda scores: F.pad(scores, (0, 1), value=-1e9)),
+        ("full_like", lambda scores: torch.where(MASK, torch.full_like(scores, -9e15), scores)),
+    ],
+)
+def test_the_error_of_a_number_out_of_range_says_what_to_write(policy, op, call):
+    def decorated(**options):
+        net = Net(lambda weight, x: call(x @ weight).softmax(-1))
+        return mezzo.decorate(net.eval(), None, policy, dtype="float16", **options)
+
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} got a number.*65504.*'-inf'.*full="):
+        decorated()(torch.randn(4, 4))
+    assert decorated(full={op})(torch.randn(4, 4)).isfinite().all()
+
+
+def test_the_error_of_a_large_number_written_in_place_names_the_op_that_returns_a_tensor():
+    model = decorated(lambda weight, x: (x @ weight).masked_fill_(MASK, -1e9))
+    with pytest.raises(mezzo.UnsupportedError, match=r"^masked_fill_ got .* call masked_fill, "):
+        model(torch.randn(4, 4))
+    model = decorated(lambda weight, x: (x @ weight).new_full((4,), -1e9))
+    with pytest.raises(mezzo.UnsupportedError, match=r"^An op got a number .* -1e9\.$"):
+        model(torch.randn(4, 4))
+
+
 def test_the_error_is_explained_in_a_block_that_observes_ops():
     model = decorated(CALLS["index_add"])
     with mezzo.op_stats(model), pytest.raises(mezzo.UnsupportedError, match=r"^index_add got"):

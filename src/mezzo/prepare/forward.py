@@ -25,7 +25,7 @@ from mezzo.autocasting.arguments import policy_of, region_for
 from mezzo.autocasting.module_rules import Forward, replace_forward
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.policy.policy import Policy
-from mezzo.prepare.mixed_dtypes import explain_mixed_dtypes
+from mezzo.prepare.mixed_dtypes import explain_forward
 
 DECORATION = "_mezzo_decoration"
 """The attribute of models and optimizers that holds their `Decoration`."""
@@ -84,7 +84,7 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
                     try:
                         result = function(*args, **kwargs)
                     except RuntimeError as error:
-                        if (explained := explain_mixed_dtypes(error)) is None:
+                        if (explained := explain_forward(error)) is None:
                             raise
                         raise explained from error
             return result if outputs is None else cast_all(result, outputs, region.device)

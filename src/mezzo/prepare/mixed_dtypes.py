@@ -1,4 +1,4 @@
-"""Explain the errors of ops that do not accept 16-bit parameters together with float32.
+"""Explain errors of ops that refuse 16-bit tensors with float32 ones, or with large numbers.
 
 Most ops promote mixed dtypes, or are in torch's lists and cast their inputs. A few, such as
 `index_add`, raise; torch's message then says neither what to change nor, often, which op it was.
@@ -12,6 +12,9 @@ import re
 import traceback
 from pathlib import Path
 
+import torch
+
+from mezzo._dtypes import dtype_name
 from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER, MezzoError, UnsupportedError
 from mezzo.policy.registry import registry
 
@@ -20,13 +23,17 @@ _MIXED_DTYPES = re.compile(
     flags=re.IGNORECASE,
 )
 """Found in torch's messages about 16-bit and float32 tensors."""
+_OUT_OF_RANGE = re.compile(r"converted to type (?:c10|at)::(Half|BFloat16) without overflow")
+"""Found in torch's messages about a number such as -1e9, which masks a 16-bit tensor."""
 _SPARSE = "sparse."
 _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 """Found in messages about a floating-point index."""
 
 
-def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
+def explain_forward(error: RuntimeError) -> UnsupportedError | None:
     """Return an error that names the op and the remedy; None if dtypes were not the cause."""
+    if (found := _OUT_OF_RANGE.search(str(error))) is not None:
+        return _explain_out_of_range(error, getattr(torch, found[1].lower()))
     if not _mixes_dtypes(error) or _OTHER_DTYPES.search(str(error)):
         return None
     call = _failed_call(error)
@@ -49,6 +56,20 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
         f"{op} got 16-bit and float32 tensors, which it does not accept ({message}). Pass"
         f" promote={{{op!r}}} to run it in the widest dtype of its inputs; or, if one of them is a"
         " parameter, keep it float32 with keep_full=."
+    )
+
+
+def _explain_out_of_range(error: RuntimeError, dtype: torch.dtype) -> UnsupportedError:
+    call = _failed_call(error)
+    rule = ""
+    if call is not None:
+        op = call.rstrip("_")
+        instead = "pass" if call == op else f"call {op}, which returns a new tensor, and pass"
+        rule = f" Or {instead} full={{{op!r}}} to run it in float32."
+    return UnsupportedError(
+        f"{call or 'An op'} got a number that {dtype_name(dtype)} cannot hold: its largest is"
+        f" {torch.finfo(dtype).max:g}. In the model write float('-inf') or"
+        f" torch.finfo(tensor.dtype).min instead of a number such as -1e9.{rule}"
     )
 
 
