@@ -1,4 +1,4 @@
-"""Errors of ops that do not accept 16-bit parameters together with float32."""
+"""Errors of ops that refuse 16-bit tensors together with float32 ones, or with large numbers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,23 @@ def test_the_error_of_a_write_in_place_says_to_cast_the_values(op, write, policy
     model = mezzo.decorate(Net(call).eval(), None, **{"policy": "O2", "dtype": "float16"} | policy)
     with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} writes values.*\.to\(tensor\.dtype"):
         model(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_the_remedy_works_for_a_module_of_torch_that_writes_in_place(policy):
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.AdaptiveLogSoftmaxWithLoss(4, 8, [3], div_value=2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x, torch.arange(8)).loss
+
+    x = torch.randn(8, 4)
+    with pytest.raises(mezzo.UnsupportedError, match=r"index_copy_ writes.*modules={name: 'full'}"):
+        mezzo.decorate(Classifier().eval(), None, policy, dtype="float16")(x)
+    model, head = Classifier().eval(), {"head": "full"}
+    assert mezzo.decorate(model, None, policy, dtype="float16", modules=head)(x).isfinite()
 
 
 MASK = torch.ones(4, 4).triu(1).bool()

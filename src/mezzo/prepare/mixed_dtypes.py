@@ -50,7 +50,8 @@ def explain_forward(error: RuntimeError) -> UnsupportedError | None:
         return UnsupportedError(
             f"{call} writes values of one dtype into a tensor of another, which it does not accept"
             f" ({message}). Cast the values in the model, with .to(tensor.dtype); or call {op},"
-            f" which returns a new tensor, and pass promote={{{op!r}}}."
+            f" which returns a new tensor, and pass promote={{{op!r}}}. If a module of a package"
+            " calls it, run that one in float32, with modules={name: 'full'}."
         )
     return UnsupportedError(
         f"{op} got 16-bit and float32 tensors, which it does not accept ({message}). Pass"
