@@ -84,6 +84,25 @@ def test_the_remedy_works_for_a_module_of_torch_that_writes_in_place(policy):
     assert mezzo.decorate(model, None, policy, dtype="float16", modules=head)(x).isfinite()
 
 
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("binomial", lambda logits: torch.binomial(torch.ones_like(logits), logits.sigmoid())),
+        ("linalg_norm", lambda x: torch.linalg.norm(x, "nuc")),
+        ("linalg_matrix_norm", lambda x: torch.linalg.matrix_norm(x, 2)),
+    ],
+)
+def test_the_error_of_a_missing_kernel_says_to_run_the_op_in_float32(policy, op, call):
+    def decorated(**options):
+        net = Net(lambda weight, x: call(x @ weight))
+        return mezzo.decorate(net.eval(), None, policy, dtype="bfloat16", **options)
+
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} has no 16-bit kernel.*full={{'{op}'"):
+        decorated()(torch.randn(4, 4))
+    assert decorated(full={op})(torch.randn(4, 4)).isfinite().all()
+
+
 MASK = torch.ones(4, 4).triu(1).bool()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from mezzo._dtypes import dtype_name
 from mezzo._errors import MEZZO_FOLDER, TORCH_FOLDER, MezzoError, UnsupportedError
+from mezzo.autocasting.float32_fallback import means_missing_kernel
 from mezzo.policy.registry import registry
 
 _MIXED_DTYPES = re.compile(
@@ -46,6 +47,11 @@ def explain_forward(error: RuntimeError) -> UnsupportedError | None:
             " policy acts on it: run the module that calls it in float32, with"
             " modules={name: 'full'}; or call it with float32 inputs where autocast is disabled."
         )
+    if means_missing_kernel(error):
+        return UnsupportedError(
+            f"{call} has no 16-bit kernel on this device ({message}). To go on,"
+            f" {_in_float32(call)}."
+        )
     if call != op:
         return UnsupportedError(
             f"{call} writes values of one dtype into a tensor of another, which it does not accept"
@@ -62,16 +68,18 @@ def explain_forward(error: RuntimeError) -> UnsupportedError | None:
 
 def _explain_out_of_range(error: RuntimeError, dtype: torch.dtype) -> UnsupportedError:
     call = _failed_call(error)
-    rule = ""
-    if call is not None:
-        op = call.rstrip("_")
-        instead = "pass" if call == op else f"call {op}, which returns a new tensor, and pass"
-        rule = f" Or {instead} full={{{op!r}}} to run it in float32."
     return UnsupportedError(
         f"{call or 'An op'} got a number that {dtype_name(dtype)} cannot hold: its largest is"
         f" {torch.finfo(dtype).max:g}. In the model write float('-inf') or"
-        f" torch.finfo(tensor.dtype).min instead of a number such as -1e9.{rule}"
+        " torch.finfo(tensor.dtype).min instead of a number such as -1e9."
+        + ("" if call is None else f" Or {_in_float32(call)}.")
     )
+
+
+def _in_float32(call: str) -> str:
+    op = call.rstrip("_")
+    instead = "pass" if call == op else f"call {op}, which returns a new tensor, and pass"
+    return f"{instead} full={{{op!r}}} to run it in float32"
 
 
 def explain_backward(error: RuntimeError) -> UnsupportedError | None:
@@ -140,6 +148,8 @@ def _called(expression: str) -> str | None:
 
     >>> _called("table.index_add_(0, index, source)"), _called("x + y"), _called("self.head(x)")
     ('index_add_', None, None)
+    >>> _called("torch.linalg.norm(x, 'nuc')")
+    'linalg_norm'
     >>> _called("table[index]")
     'index_put_'
     """
@@ -155,4 +165,7 @@ def _called(expression: str) -> str | None:
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if ast.unparse(function).endswith(f"{_SPARSE}{name}"):
         return _SPARSE + name
+    package = ast.unparse(function).split(".")[-2:-1]
+    if package and f"{package[0]}_{name}" in registry().names:
+        return f"{package[0]}_{name}"
     return name if name.rstrip("_") in registry().names else None
