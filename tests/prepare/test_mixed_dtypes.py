@@ -244,6 +244,21 @@ def test_the_error_of_a_backward_that_reads_16_bit_parameters_has_a_remedy_that_
     assert recomputing_step(keep_full={"inner"})(torch.randn(4, 4)).isfinite()
 
 
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_the_error_of_a_sparse_product_in_backward_names_one_that_works(policy):
+    adjacency = torch.eye(4).to_sparse()
+
+    def trained(product):
+        net = Net(lambda weight, x: product(adjacency, x @ weight))
+        optimizer = torch.optim.SGD(net.parameters())
+        step = mezzo.TrainStep(net, lambda y: y.sum(), optimizer, policy, dtype="bfloat16")
+        return step(torch.randn(4, 4))
+
+    with pytest.raises(mezzo.UnsupportedError, match=r"backward of an op got 16-bit.*write a @ b"):
+        trained(torch.sparse.mm)
+    assert trained(torch.matmul).isfinite()
+
+
 def test_the_backward_of_a_package_whose_name_begins_with_torch_is_explained():
     file = Path(torch.__file__).parent.with_name("torchadjoint") / "adjoint.py"
     source = "def backward(ctx, gradient):\n    return original(ctx, gradient)\n"

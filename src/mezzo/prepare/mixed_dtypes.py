@@ -83,10 +83,10 @@ def _in_float32(call: str) -> str:
 
 
 def explain_backward(error: RuntimeError) -> UnsupportedError | None:
-    """Return an error with the remedy if the backward of an autograd.Function mixed dtypes.
+    """Return an error with the remedy if the backward of a function or of an op mixed dtypes.
 
-    Its forward runs in autocast and may save 16-bit tensors along with float32 ones. Its backward
-    runs without autocast.
+    The forward of an autograd.Function runs in autocast and may save 16-bit tensors along with
+    float32 ones. Its backward runs without autocast.
     """
     if not _mixes_dtypes(error):
         return None
@@ -94,6 +94,12 @@ def explain_backward(error: RuntimeError) -> UnsupportedError | None:
     frame = next(
         (frame for frame in frames if frame.name == "backward" and not _is_inside(frame)), None
     )
+    if frame is None and "expected scalar type" in str(error):
+        return UnsupportedError(
+            f"The backward of an op got 16-bit and float32 tensors ({str(error).splitlines()[0]})."
+            " torch.sparse.mm(a, b) is such an op: write a @ b, which is not. Others are named by"
+            " torch.autograd.set_detect_anomaly(True)."
+        )
     if frame is None:
         return None
     return UnsupportedError(
