@@ -315,6 +315,29 @@ def test_a_single_output_is_named_output():
     ]
 
 
+class Output(dict):
+    """Outputs of a model, registered as diffusers registers them: without names."""
+
+
+pytree.register_pytree_node(
+    Output,
+    lambda one: (list(one.values()), list(one)),
+    lambda values, keys: Output(zip(keys, values, strict=True)),
+    serialized_type_name="tests.onnx_export.Output",
+)
+
+
+def test_outputs_of_a_mapping_that_is_registered_without_names_have_its_keys(tmp_path):
+    class Denoiser(nn.Module):
+        def forward(self, x):
+            return Output(sample=x @ x)
+
+    converted = mezzo.convert(Denoiser(), (torch.randn(4, 4),), dtype="float16")
+    converted.export_onnx(tmp_path / "model.onnx")
+    assert [one.name for one in onnx.load(tmp_path / "model.onnx").graph.output] == ["sample"]
+    assert str(converted.compare(torch.randn(4, 4))).splitlines()[1].startswith("sample ")
+
+
 def test_a_constant_number_among_the_outputs_raises(tmp_path):
     class Number(nn.Module):
         def forward(self, x):

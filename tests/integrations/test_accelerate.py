@@ -232,6 +232,19 @@ def test_wrong_use_is_refused_and_changes_nothing():
         accelerator.prepare(adam(make_model()))
 
 
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_an_optimizer_that_updates_in_the_backward_pass_is_refused(policy):
+    class Lomo(torch.optim.SGD):
+        def fused_backward(self, loss, lr):
+            raise AssertionError
+
+    model = make_model()
+    accelerator = use(accelerate.Accelerator(cpu=True), policy, dtype="bfloat16")
+    with pytest.raises(mezzo.UnsupportedError, match="Lomo updates the parameters in the backward"):
+        accelerator.prepare(model, Lomo(model.parameters()))
+    assert model[0].weight.dtype is torch.float32
+
+
 @pytest.mark.parametrize(
     ("handler", "remedy"),
     [

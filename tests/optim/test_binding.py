@@ -530,6 +530,68 @@ def test_clipping_does_not_change_gradients_of_float32_parameters():
     assert whole.tolist() == pytest.approx([1.0 - 4.0 / 50**0.5] * 2, rel=1e-5)
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD that evaluates at an average of its steps, as the optimizers of schedulefree do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "trains": True})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state["z"] = parameter.clone()
+                state["z"].sub_(parameter.grad, alpha=0.1)
+                parameter.lerp_(state["z"], 0.5).sub_(parameter.grad, alpha=0.05)
+
+    def train(self) -> None:
+        self._switch(trains=True, weight=0.1)
+
+    def eval(self) -> None:
+        self._switch(trains=False, weight=1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def _switch(self, *, trains: bool, weight: float) -> None:
+        (group,) = self.param_groups
+        for parameter in group["params"]:
+            if group["trains"] is not trains and "z" in self.state[parameter]:
+                parameter.lerp_(self.state[parameter]["z"], weight)
+        group["trains"] = trains
+
+
+@exact_masters
+def test_an_optimizer_that_evaluates_other_weights_exchanges_masters(
+    master: str, half: torch.dtype
+):
+    twins = Twins(ScheduleFree, master, half)
+    for count in range(4):
+        for mode in ("eval", "train"):
+            for optimizer in (twins.optimizer, twins.plain):
+                getattr(optimizer, mode)()
+            assert twins.are_equal(), twins.seed
+        # One parameter is never updated, and has no state.
+        twins.set_gradients(without=0)
+        twins.step()
+        assert twins.are_equal(), (count, twins.seed)
+    assert twins.half_weights[1].dtype is half
+    twins.binding.unbind()
+    assert twins.optimizer.eval.__func__ is ScheduleFree.eval
+
+
+@pytest.mark.parametrize("master", ["kahan", "stochastic", "none"])
+def test_an_exchange_of_weights_keeps_inexact_masters(master: str):
+    twins = Twins(ScheduleFree, master)
+    twins.set_gradients()
+    twins.step()
+    before = [twins.masters.read(parameter) for parameter in twins.half_weights]
+    twins.optimizer.eval()
+    twins.optimizer.train()
+    after = [twins.masters.read(parameter) for parameter in twins.half_weights]
+    torch.testing.assert_close(before, after, rtol=0.02, atol=0.02)
+
+
 def test_a_step_keeps_the_state_dictionary():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

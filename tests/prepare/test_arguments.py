@@ -97,6 +97,7 @@ def test_a_parameter_in_two_optimizers_is_refused():
 
 def test_arguments_that_are_not_models_or_optimizers_are_refused():
     assert "model=3 is not a torch.nn.Module" in refused(3)
+    assert "model=SGD is not" in refused(torch.optim.SGD([nn.Parameter(torch.ones(1))]))
     assert "model=[] holds no model" in refused([])
     assert "optimizer=3 is not" in refused(nn.Linear(1, 1), 3)
     assert "policy='O2'" in refused(nn.Linear(1, 1), "O2")

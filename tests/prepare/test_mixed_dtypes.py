@@ -1,4 +1,4 @@
-"""Errors of ops that do not accept 16-bit parameters together with float32."""
+"""Errors of ops that refuse 16-bit tensors together with float32 ones, or with large numbers."""
 
 from __future__ import annotations
 
@@ -64,6 +64,74 @@ def test_the_error_of_a_write_in_place_says_to_cast_the_values(op, write, policy
 
     model = mezzo.decorate(Net(call).eval(), None, **{"policy": "O2", "dtype": "float16"} | policy)
     with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} writes values.*\.to\(tensor\.dtype"):
+        model(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_the_remedy_works_for_a_module_of_torch_that_writes_in_place(policy):
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.AdaptiveLogSoftmaxWithLoss(4, 8, [3], div_value=2.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x, torch.arange(8)).loss
+
+    x = torch.randn(8, 4)
+    with pytest.raises(mezzo.UnsupportedError, match=r"index_copy_ writes.*modules={name: 'full'}"):
+        mezzo.decorate(Classifier().eval(), None, policy, dtype="float16")(x)
+    model, head = Classifier().eval(), {"head": "full"}
+    assert mezzo.decorate(model, None, policy, dtype="float16", modules=head)(x).isfinite()
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("binomial", lambda logits: torch.binomial(torch.ones_like(logits), logits.sigmoid())),
+        ("linalg_norm", lambda x: torch.linalg.norm(x, "nuc")),
+        ("linalg_matrix_norm", lambda x: torch.linalg.matrix_norm(x, 2)),
+    ],
+)
+def test_the_error_of_a_missing_kernel_says_to_run_the_op_in_float32(policy, op, call):
+    def decorated(**options):
+        net = Net(lambda weight, x: call(x @ weight))
+        return mezzo.decorate(net.eval(), None, policy, dtype="bfloat16", **options)
+
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} has no 16-bit kernel.*full={{'{op}'"):
+        decorated()(torch.randn(4, 4))
+    assert decorated(full={op})(torch.randn(4, 4)).isfinite().all()
+
+
+MASK = torch.ones(4, 4).triu(1).bool()
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("masked_fill", lambda scores: scores.masked_fill(MASK, -1e9)),
+        ("clamp", lambda scores: scores.clamp(min=-1e9)),
+        ("pad", lambda scores: F.pad(scores, (0, 1), value=-1e9)),
+        ("full_like", lambda scores: torch.where(MASK, torch.full_like(scores, -9e15), scores)),
+    ],
+)
+def test_the_error_of_a_number_out_of_range_says_what_to_write(policy, op, call):
+    def decorated(**options):
+        net = Net(lambda weight, x: call(x @ weight).softmax(-1))
+        return mezzo.decorate(net.eval(), None, policy, dtype="float16", **options)
+
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} got a number.*65504.*'-inf'.*full="):
+        decorated()(torch.randn(4, 4))
+    assert decorated(full={op})(torch.randn(4, 4)).isfinite().all()
+
+
+def test_the_error_of_a_large_number_written_in_place_names_the_op_that_returns_a_tensor():
+    model = decorated(lambda weight, x: (x @ weight).masked_fill_(MASK, -1e9))
+    with pytest.raises(mezzo.UnsupportedError, match=r"^masked_fill_ got .* call masked_fill, "):
+        model(torch.randn(4, 4))
+    model = decorated(lambda weight, x: (x @ weight).new_full((4,), -1e9))
+    with pytest.raises(mezzo.UnsupportedError, match=r"^An op got a number .* -1e9\.$"):
         model(torch.randn(4, 4))
 
 
@@ -174,6 +242,21 @@ def test_the_error_of_a_backward_that_reads_16_bit_parameters_has_a_remedy_that_
     with pytest.raises(mezzo.UnsupportedError, match=r"got 16-bit.*keep_full="):
         recomputing_step()(torch.randn(4, 4))
     assert recomputing_step(keep_full={"inner"})(torch.randn(4, 4)).isfinite()
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+def test_the_error_of_a_sparse_product_in_backward_names_one_that_works(policy):
+    adjacency = torch.eye(4).to_sparse()
+
+    def trained(product):
+        net = Net(lambda weight, x: product(adjacency, x @ weight))
+        optimizer = torch.optim.SGD(net.parameters())
+        step = mezzo.TrainStep(net, lambda y: y.sum(), optimizer, policy, dtype="bfloat16")
+        return step(torch.randn(4, 4))
+
+    with pytest.raises(mezzo.UnsupportedError, match=r"backward of an op got 16-bit.*write a @ b"):
+        trained(torch.sparse.mm)
+    assert trained(torch.matmul).isfinite()
 
 
 def test_the_backward_of_a_package_whose_name_begins_with_torch_is_explained():

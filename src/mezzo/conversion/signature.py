@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,6 +192,9 @@ def named_leaves(nested: Any) -> list[tuple[str, Any]]:
     >>> named_leaves((1, 2)), named_leaves(1)
     ([('output_0', 1), ('output_1', 2)], [('output', 1)])
     """
+    if isinstance(nested, Mapping):
+        # The outputs of diffusers are mappings of a class that is registered without names.
+        nested = dict(nested)
     return [
         (_output_name(re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")), leaf)
         for path, leaf in pytree.tree_leaves_with_path(nested)

@@ -130,6 +130,7 @@ class _MezzoAccelerator:
             or (isinstance(arg, nn.Module) and self._mezzo.evaluates(arg))
         ]
         optimizers = [arg for arg in args if _is_new(arg, Optimizer)]
+        _refuse_lomo(optimizers)
         owners = _owners(models, optimizers)
         for one, placed in zip(args, device_placement or [None] * len(args), strict=True):
             if _is_new(one, nn.Module):
@@ -260,6 +261,17 @@ def _refuse_plain(optimizers: list[Optimizer]) -> None:
                 " with a model that was prepared before. Pass both in one call:"
                 " accelerator.prepare(model, optimizer). For a second optimizer of the same model"
                 " call mezzo.undecorate(model) and create a new Accelerator."
+            )
+
+
+def _refuse_lomo(optimizers: list[Optimizer]) -> None:
+    """Raise for LOMO, which updates each parameter when the backward pass has its gradient."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, "fused_backward"):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} updates the parameters in the backward pass, without"
+                " master weights and without the scaler. Train without use(accelerator) and with"
+                " Accelerator(mixed_precision='bf16'), or choose another optimizer."
             )
 
 

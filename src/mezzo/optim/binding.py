@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -33,7 +33,9 @@ from mezzo.scaling.step_result import FlaggedSource
 Optimizer = torch.optim.Optimizer
 Parameter = torch.nn.Parameter
 
-_ATTRIBUTES = ("_step_supports_amp_scaling", "_bound", "__deepcopy__")
+_MODES = ("train", "eval")
+"""Methods with which some optimizers, as those of schedulefree, exchange the parameters' values."""
+_ATTRIBUTES = ("_step_supports_amp_scaling", "_bound", "__deepcopy__", *_MODES)
 """What a binding sets on its optimizer."""
 
 
@@ -87,6 +89,13 @@ class OptimizerBinding:
         # mezzo's protocol, which is used on a CPU too.
         optimizer._bound = self  # type: ignore[attr-defined]
         optimizer.__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+        optimizer.__dict__.update(
+            {
+                name: partial(self._switch, getattr(type(optimizer), name))
+                for name in _MODES
+                if hasattr(type(optimizer), name)
+            }
+        )
         self._pre_hook = optimizer.register_step_pre_hook(self._refuse_original_step)
 
     @property
@@ -247,6 +256,18 @@ class OptimizerBinding:
                 " wrap."
             )
 
+    def _switch(self, switch: Callable[[Optimizer], Any]) -> Any:
+        """Call a method of the optimizer that exchanges the values of the parameters."""
+        stepped = [one for one in parameters(self.optimizer) if self.optimizer.state.get(one)]
+        swapped = [_Swapped(one, self._float32_copy(one)) for one in stepped]
+        with self._in_groups(swapped):
+            result = switch(self.optimizer)
+        for index, (parameter, temporary) in enumerate(swapped):
+            if parameter in self.masters:
+                draw = self._random_draw(parameter, index)
+                self.masters.write(parameter, temporary.detach(), draw)
+        return result
+
     # -- the original step over float32 parameters -------------------------------------------------
 
     def _add_missing_masters(self, candidates: list[torch.Tensor]) -> None:
@@ -277,16 +298,23 @@ class OptimizerBinding:
         self, factor: torch.Tensor | None, checked: CheckedNorm | None
     ) -> Iterator[list[_Swapped]]:
         """Replace the optimizer's parameters by float32 ones with unscaled, clipped gradients."""
-        optimizer, mesh = self.optimizer, self.mesh
-        originals = [(group, group["params"]) for group in optimizer.param_groups]
-        owned = [parameter for _, params in originals for parameter in params]
+        mesh = self.mesh
+        owned = parameters(self.optimizer)
         self._add_missing_masters(owned)
         swapped = [
             _Swapped(parameter, self._float32_parameter(parameter, factor, mesh))
             for parameter in owned
         ]
         self._clip(swapped, mesh, checked)
-        to_temporary = dict(swapped)
+        with self._in_groups(swapped):
+            yield swapped
+
+    @contextmanager
+    def _in_groups(self, swapped: list[_Swapped]) -> Iterator[None]:
+        """Put the temporary parameters into the groups and the state of the optimizer."""
+        optimizer = self.optimizer
+        originals = [(group, group["params"]) for group in optimizer.param_groups]
+        to_temporary: dict[torch.Tensor, torch.Tensor] = dict(swapped)
         to_original = {temporary: parameter for parameter, temporary in swapped}
         # The gradients are unscaled and checked already: torch's fused steps must not do it again.
         scaling: dict[str, Any] = {
@@ -296,10 +324,10 @@ class OptimizerBinding:
         }
         optimizer.__dict__.update(dict.fromkeys(scaling))
         for group, params in originals:
-            group["params"] = [to_temporary[parameter] for parameter in params]
+            group["params"] = [to_temporary.get(parameter, parameter) for parameter in params]
         _rekey_state(optimizer, to_temporary)
         try:
-            yield swapped
+            yield
         finally:
             for group, params in originals:
                 group["params"] = params
@@ -309,27 +337,28 @@ class OptimizerBinding:
     def _float32_parameter(
         self, parameter: torch.Tensor, factor: torch.Tensor | None, mesh: ProcessMesh | None
     ) -> Parameter:
-        # Without a master it shares the parameter's memory, so that the step updates the parameter.
-        value = (
-            self.masters.read(parameter)
-            if parameter in self.masters and parameter.grad is not None
-            else parameter.detach()
-        )
-        temporary = Parameter(value, requires_grad=parameter.requires_grad)
         gradient = parameter.grad
-        if gradient is not None:
-            temporary.grad_dtype = None
-            # Clipping writes to the gradient in place: copy it, to leave parameter.grad unchanged.
-            # Sharded gradients are unscaled in place too, because a DTensor takes no plain factor.
-            sharded = mesh is not None and is_sharded(gradient)
-            copies = self.clip_norm is not None or (sharded and factor is not None)
-            cast_gradient = gradient.to(dtype=value.dtype, copy=copies)
-            if factor is not None and sharded:
-                local(cast_gradient).mul_(factor)
-            elif factor is not None:
-                cast_gradient = cast_gradient * factor.to(cast_gradient.device)
-            temporary.grad = cast_gradient
+        if gradient is None:
+            return Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        temporary = self._float32_copy(parameter)
+        temporary.grad_dtype = None
+        # Clipping writes to the gradient in place: copy it, to leave parameter.grad unchanged.
+        # Sharded gradients are unscaled in place too, because a DTensor takes no plain factor.
+        sharded = mesh is not None and is_sharded(gradient)
+        copies = self.clip_norm is not None or (sharded and factor is not None)
+        cast_gradient = gradient.to(dtype=temporary.dtype, copy=copies)
+        if factor is not None and sharded:
+            local(cast_gradient).mul_(factor)
+        elif factor is not None:
+            cast_gradient = cast_gradient * factor.to(cast_gradient.device)
+        temporary.grad = cast_gradient
         return temporary
+
+    def _float32_copy(self, parameter: torch.Tensor) -> Parameter:
+        # Without a master it shares the parameter's memory, so that the step updates the parameter.
+        has_master = parameter in self.masters
+        value = self.masters.read(parameter) if has_master else parameter.detach()
+        return Parameter(value, requires_grad=parameter.requires_grad)
 
     def _clip(
         self, swapped: list[_Swapped], mesh: ProcessMesh | None, checked: CheckedNorm | None

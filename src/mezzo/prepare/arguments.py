@@ -84,8 +84,10 @@ def models_of(argument: Any) -> tuple[nn.Module, ...]:
     models = tuple(dict.fromkeys(uncompiled(model) for model in flat(argument)))
     for model in models:
         if not isinstance(model, nn.Module):
+            is_large = isinstance(model, torch.optim.Optimizer | torch.Tensor)
+            shown = type(model).__name__ if is_large else repr(model)
             raise PolicyError(
-                f"model={model!r} is not a torch.nn.Module. Pass the model, or a list of models."
+                f"model={shown} is not a torch.nn.Module. Pass the model, or a list of models."
             )
         if isinstance(model, torch.jit.ScriptModule):
             raise UnsupportedError(

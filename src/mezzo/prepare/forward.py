@@ -30,7 +30,7 @@ from mezzo.autocasting.module_rules import (
 )
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.policy.policy import Policy
-from mezzo.prepare.mixed_dtypes import explain_mixed_dtypes
+from mezzo.prepare.mixed_dtypes import explain_forward
 
 DECORATION = "_mezzo_decoration"
 """The attribute of models and optimizers that holds their `Decoration`."""
@@ -85,7 +85,7 @@ def wrap_forward(wrapper: ForwardWrapper, model: nn.Module) -> Callable[[], None
                     try:
                         result = function(*args, **kwargs)
                     except RuntimeError as error:
-                        if (explained := explain_mixed_dtypes(error)) is None:
+                        if (explained := explain_forward(error)) is None:
                             raise
                         raise explained from error
             if output_dtype is None:
