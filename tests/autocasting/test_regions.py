@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo._torch import function_mode_count
+from mezzo.autocasting.function_mode import active_mode
 from mezzo.autocasting.regions import Region, current_regions, enter_regions
 
 HALF, FLOAT = torch.bfloat16, torch.float16
@@ -399,3 +402,32 @@ def test_closing_a_suspended_generator_inside_another_region_keeps_that_region(
         assert (product(), total()) == (HALF, HALF if fields else torch.float32)
     assert (product(), total()) == (torch.float32, torch.float32)
     assert torch.get_autocast_dtype("cpu") is HALF
+
+
+@pytest.mark.parametrize("reenters", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"half": {"add"}}], ids=["default", "custom"])
+def test_a_region_that_is_left_inside_one_of_another_device_does_not_stay(
+    fields: dict[str, Any], reenters: bool
+) -> None:
+    def numbers() -> Any:
+        with mezzo.autocast("cpu", dtype=FLOAT, **fields):
+            yield
+
+    running = numbers()
+    next(running)
+    (region,) = current_regions()
+    # On a machine without CUDA, where `autocast` would warn.
+    with enter_regions(replace(region, device="cuda")):
+        mode = active_mode("cuda")
+        if reenters:
+            with mezzo.autocast("cpu", dtype=HALF, **fields):
+                running.close()
+                assert (product(), total()) == (HALF, HALF if fields else torch.float32)
+        else:
+            running.close()
+        assert (product(), total()) == (torch.float32, torch.float32)
+        assert torch.is_autocast_enabled("cuda")
+        assert active_mode("cuda") is mode
+    assert (product(), total()) == (torch.float32, torch.float32)
+    assert torch.get_autocast_dtype("cpu") is HALF
+    assert function_mode_count() == 0

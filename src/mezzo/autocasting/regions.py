@@ -89,13 +89,20 @@ class EnteredRegion:
     """None if the region did not change the dtype."""
     cache_before: bool
     mode: AutocastMode | None
-    mode_pushed: bool
     table_key_before: str
-    """Key that the mode had, if the region did not push it."""
+    """Key that the mode had; empty if the region pushed it."""
+    pushed: tuple[AutocastMode, ...]
+    """Modes to pop, the last one first: its own, after those of regions that were left first."""
 
-    def inherit_cache(self, outer: EnteredRegion) -> None:
-        """Restore torch's cache setting in place of an outer region that was left first."""
+    def inherit_cache_and_modes(self, outer: EnteredRegion) -> None:
+        """Restore torch's cache setting and pop modes in place of a region that was left first."""
         self.cache_before = outer.cache_before
+        self.pushed = outer.release_modes() + self.pushed
+
+    def release_modes(self) -> tuple[AutocastMode, ...]:
+        """Return the modes to pop, which another region pops from now on."""
+        released, self.pushed = self.pushed, ()
+        return released
 
     def inherit_autocast(self, outer: EnteredRegion) -> None:
         """Restore the state of the device in place of an outer region that was left first."""
@@ -103,8 +110,7 @@ class EnteredRegion:
         if outer.dtype_before is not None:
             self.dtype_before = outer.dtype_before
         if outer.mode is not None:
-            self.mode, self.mode_pushed = outer.mode, outer.mode_pushed
-            self.table_key_before = outer.table_key_before
+            self.mode, self.table_key_before = outer.mode, outer.table_key_before
 
 
 class _Stack(list[EnteredRegion]):
@@ -136,9 +142,12 @@ def enter(region: Region) -> EnteredRegion:
     before = torch.get_autocast_dtype(device)
     changed = None if dtype is None or dtype is before else before
     cached = torch.is_autocast_cache_enabled()
-    mode = _push_mode(region) if region.table_key or function_mode_count() else _NO_MODE
+    mode, is_pushed, key = (
+        _push_mode(region) if region.table_key or function_mode_count() else _NO_MODE
+    )
+    pushed = () if mode is None or not is_pushed else (mode,)
     enabled = torch.is_autocast_enabled(device)
-    entered = EnteredRegion(region, dtype or before, enabled, changed, cached, *mode)
+    entered = EnteredRegion(region, dtype or before, enabled, changed, cached, mode, key, pushed)
     nesting = torch.autocast_increment_nesting()
     if dtype is not None and changed is not None:
         torch.set_autocast_dtype(device, dtype)
@@ -161,22 +170,29 @@ def enter(region: Region) -> EnteredRegion:
 @skip_frame
 def leave(entered: EnteredRegion) -> None:
     """Restore the state before `enter`."""
-    stack, dtype = _thread.stack, entered.dtype_before
+    stack = _thread.stack
     if _thread.exporting and _thread.outer_metadata:
         traceback.current_meta["custom"] = _thread.outer_metadata.pop() or {}
-    if torch.autocast_decrement_nesting() == 0 or dtype is not None:
+    if torch.autocast_decrement_nesting() == 0 or entered.dtype_before is not None:
         torch.clear_autocast_cache()
     if stack and stack[-1] is not entered:
         _hand_over(stack, entered)
         return
     if stack:
         stack.pop()
-    torch.set_autocast_enabled(entered.region.device, entered.enabled_before)
-    if dtype is not None:
-        torch.set_autocast_dtype(entered.region.device, dtype)
+    _restore_device(entered)
     torch.set_autocast_cache_enabled(entered.cache_before)
-    if entered.mode is not None:
-        _pop_mode(entered.mode, entered.table_key_before, pushed=entered.mode_pushed)
+    for mode in reversed(entered.pushed):
+        mode.__exit__(None, None, None)
+
+
+def _restore_device(entered: EnteredRegion) -> None:
+    """Restore the autocast state of the device of a region, and the table of a mode that stays."""
+    torch.set_autocast_enabled(entered.region.device, entered.enabled_before)
+    if entered.dtype_before is not None:
+        torch.set_autocast_dtype(entered.region.device, entered.dtype_before)
+    if entered.mode is not None and entered.mode not in entered.pushed:
+        entered.mode.use_table(entered.table_key_before)
 
 
 def _hand_over(stack: _Stack, left: EnteredRegion) -> None:
@@ -186,11 +202,14 @@ def _hand_over(stack: _Stack, left: EnteredRegion) -> None:
     """
     index = next(index for index, entered in enumerate(stack) if entered is left)
     del stack[index]
-    stack[index].inherit_cache(left)
+    # Modes are popped in order, and regions of other devices may have pushed theirs since.
+    stack[index].inherit_cache_and_modes(left)
     device = left.region.device
     inner = next((entered for entered in stack[index:] if entered.region.device == device), None)
     if inner is not None:
         inner.inherit_autocast(left)
+    else:
+        _restore_device(left)
 
 
 _NO_MODE: tuple[None, bool, str] = (None, False, "")
