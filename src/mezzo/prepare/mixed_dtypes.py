@@ -1,4 +1,4 @@
-"""Explain the errors of ops that do not accept 16-bit parameters together with float32.
+"""Explain errors of ops that do not accept 16-bit parameters, or a number beyond float16.
 
 Most ops promote mixed dtypes, or are in torch's lists and cast their inputs. A few, such as
 `index_add`, raise; torch's message then says neither what to change nor, often, which op it was.
@@ -20,6 +20,8 @@ _MIXED_DTYPES = re.compile(
     flags=re.IGNORECASE,
 )
 """Found in torch's messages about 16-bit and float32 tensors."""
+_OUT_OF_RANGE = re.compile(r"value cannot be converted to type \S*Half without overflow")
+"""Found in the message about a number such as -1e9, which is beyond the range of float16."""
 _SPARSE = "sparse."
 _OTHER_DTYPES = re.compile(r"long|\bint\b", flags=re.IGNORECASE)
 """Found in messages about a floating-point index."""
@@ -33,6 +35,13 @@ def explain_mixed_dtypes(error: RuntimeError) -> UnsupportedError | None:
     if call is None:
         return None
     op, message = call.rstrip("_"), str(error).splitlines()[0]
+    if _OUT_OF_RANGE.search(message):
+        rule = "" if call != op or "full" in op else f"; or pass full={{{op!r}}}"
+        return UnsupportedError(
+            f"{call} got a number that float16 cannot hold ({message}). Write"
+            f" torch.finfo(x.dtype).min or .max of its tensor in place of the number{rule}; or use"
+            " dtype='bfloat16'."
+        )
     if call.startswith(_SPARSE):
         return UnsupportedError(
             f"torch.{call} got 16-bit and float32 tensors, which it does not accept ({message}). No"
