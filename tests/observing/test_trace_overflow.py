@@ -412,3 +412,16 @@ def test_sparse_gradients_are_no_obstacle():
 def test_a_model_without_trained_parameters_is_run_forward():
     model = energetic().requires_grad_(False)
     assert mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16).op == "mul"
+
+
+def test_an_infinity_from_rounded_inputs_names_what_rounded_and_no_cure_that_fails():
+    class Logarithms(nn.Module):
+        def forward(self, h):
+            return h[0] * (torch.tensor([1.0, 1e-9]) + 0.0 * h[0, :2]).half().log()[1]
+
+    model = nn.Sequential(nn.Linear(4, 4), Logarithms())
+    found = mezzo.trace_overflow(model, torch.ones(2, 4), dtype="float16")
+    assert found.op == "log"
+    assert found.reason.endswith("exact result is 2.1e+01, because half rounded to 16 bits")
+    assert "Pass " not in str(found)
+    assert f"With {found.cure} the batch still fails." in str(found)

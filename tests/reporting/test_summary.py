@@ -202,6 +202,12 @@ def test_the_cure_of_a_finding_is_a_difference_of_policies():
     assert policy_changes(run_of(logs.finding(cure=""))) == []
 
 
+def test_a_cure_with_which_the_batch_fails_is_not_suggested():
+    run = run_of(*steps(*[False] * 5), logs.finding(step=3, policy={}, verified=False))
+    assert policy_changes(run) == []
+    assert "; no policy was found that cures it." in judge(run).sentence
+
+
 def test_a_summary_has_verdict_numbers_skips_layers_and_policy(tmp_path):
     lines = [*logs.training_run(300)[:-1], logs.finding(), logs.lint()]
     text = summary(logs.write(tmp_path / "run.jsonl", lines))

@@ -86,17 +86,14 @@ class Overflow:
             return []
         if not self.precision:
             return ["float32 fails too: precision is not the cause."]
+        uncured = "16 bits are the cause, and no policy was found that cures it: change the code."
         if not self.cure:
-            return [
-                "16 bits are the cause, and no policy was found that cures it: change the code."
-            ]
+            return [uncured]
         if self.verified:
-            outcome = "verified: run with it, the batch does not fail"
-        elif self.policy is None:
-            outcome = "not verified: make or load the model again"
-        else:
-            outcome = "not verified: run with it, the batch still fails; change the code"
-        return [f"Pass {self.cure} ({outcome})."]
+            return [f"Pass {self.cure} (verified: run with it, the batch does not fail)."]
+        if self.policy is None:
+            return [f"Pass {self.cure} (not verified: make or load the model again)."]
+        return [uncured, f"With {self.cure} the batch still fails."]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a log."""

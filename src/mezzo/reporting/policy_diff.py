@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mezzo.observing.log_values import Line
-from mezzo.observing.skip_causes import describe_finding
+from mezzo.observing.skip_causes import describe_finding, failed_cure
 from mezzo.reporting.run_data import RunData
 
 
@@ -27,7 +27,7 @@ def policy_changes(run: RunData) -> list[PolicyChange]:
     found: dict[str, PolicyChange] = {}
     for line in run.of("finding"):
         cure = line.get("cure")
-        if isinstance(cure, str) and cure:
+        if isinstance(cure, str) and cure and not failed_cure(line):
             found.setdefault(cure, _change(run, line, cure))
     return list(found.values())
 

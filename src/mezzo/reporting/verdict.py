@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mezzo.observing.log_values import Line, finite, number, plain_number, step_of
-from mezzo.observing.skip_causes import describe_finding
+from mezzo.observing.skip_causes import describe_finding, failed_cure
 from mezzo.reporting.layers import LayerRow, layer_rows
 from mezzo.reporting.run_data import RunData
 
@@ -153,6 +153,8 @@ def _findings(run: RunData) -> list[str]:
 def _cured(finding: Line) -> str:
     if not finding.get("cure"):
         return ""
+    if failed_cure(finding):
+        return "; no policy was found that cures it"
     outcome = "cures it" if finding.get("verified") else "may cure it"
     return f"; {finding['cure']} {outcome}"
 
