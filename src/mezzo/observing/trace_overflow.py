@@ -15,6 +15,7 @@ from mezzo._errors import MezzoError
 from mezzo.observing.cures import Cure, find_cure, reason_of
 from mezzo.observing.finding import Finding, InputRange, Kind
 from mezzo.observing.function_places import Place
+from mezzo.observing.numerics import named_models
 from mezzo.observing.replay import Replay, Trace, named_tensors
 from mezzo.observing.replay_setup import replay_of
 from mezzo.policy.policy import Policy
@@ -245,8 +246,8 @@ def _first_nonfinite(tensor: Tensor) -> tuple[list[int], str, int] | None:
 
 def _of_parameter(replay: Replay, name: str, reason: str, cure: Cure | None = None) -> Overflow:
     tensors = {
-        one: tensor
-        for model in replay.models
+        prefix + one: tensor
+        for prefix, model in named_models(replay.models)
         for one, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     return Overflow(
@@ -268,13 +269,17 @@ def _written_in_16_bits(replay: Replay, name: str) -> Overflow | None:
 
     No optimizer trains it, so that it has no master weight; None for other parameters.
     """
-    parameters = dict(one for model in replay.models for one in model.named_parameters())
-    parameter = parameters.get(name)
+    parameters = {
+        prefix + own: (own, parameter)
+        for prefix, model in named_models(replay.models)
+        for own, parameter in model.named_parameters()
+    }
+    own, parameter = parameters.get(name, (name, None))
     if parameter is None or parameter.requires_grad or parameter.dtype not in HALF_DTYPES:
         return None
     dtype = dtype_name(parameter.dtype)
     reason = f"is not finite before the step: it is {dtype}, and only the model itself writes it"
-    module = name.rpartition(".")[0] or name
+    module = own.rpartition(".")[0] or own
     return replace(
         _of_parameter(replay, name, reason),
         precision=True,
@@ -285,8 +290,8 @@ def _written_in_16_bits(replay: Replay, name: str) -> Overflow | None:
 def _largest_parameter(replay: Replay) -> tuple[str, float] | None:
     """Return the largest parameter, if it is beyond the range of float16."""
     sizes = [
-        (float(tensor.detach().double().abs().max()), name)
-        for model in replay.models
+        (float(tensor.detach().double().abs().max()), prefix + name)
+        for prefix, model in named_models(replay.models)
         for name, tensor in model.named_parameters()
         if tensor.numel()
     ]
