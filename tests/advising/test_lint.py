@@ -279,6 +279,27 @@ def test_a_lint_leaves_everything_as_it_was(scaler, trained):
     step()
 
 
+class Average(nn.Module):
+    """Counts its calls and keeps a mean, in attributes that are no buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.mean = 0, torch.zeros(16)
+
+    def forward(self, h):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + h.detach().float().mean(0)
+        return h - self.mean
+
+
+def test_a_lint_leaves_what_a_forward_pass_assigns_as_it_was():
+    loop = Loop(model=nn.Sequential(nn.Linear(32, 16), Average()))
+    loop.lint(loop.correct, sample=loop.x)
+    mezzo.lint(loop.model, sample=loop.x)
+    assert loop.model[1].calls == 0
+    assert not loop.model[1].mean.any()
+
+
 def test_a_step_that_raises_leaves_everything_as_it_was():
     loop = Loop()
     before = copy.deepcopy(loop.model.state_dict())

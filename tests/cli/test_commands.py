@@ -46,6 +46,9 @@ def half_without_scaler():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {"model": model, "optimizer": optimizer, "dtype": "float16"}
 
+def misspelt():
+    return {"model": nn.Linear(32, 32), "optimiser": None}
+
 def wrong():
     return 3
 
@@ -118,6 +121,8 @@ def test_lint_exits_with_1_if_there_are_findings(setup):
     [
         ("{}:needs", "without arguments: missing a required argument: 'width'. Pass a"),
         ("{}:wrong", "returned 'int'. Return a model, a tuple"),
+        ("{}:misspelt", "dictionary with 'optimiser'. Choose one of: model, optimizer, "),
+        ("{}:misspelt", "Or pass a field of mezzo.Policy. Did you mean 'optimizer'?"),
         ("{}:plan", "has no 'plan'. Did you mean 'plain'"),
         ("no_such_module:f", "There is no module 'no_such_module'"),
         ("no_such_file.py:f", "There is no file 'no_such_file.py'"),

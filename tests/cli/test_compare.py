@@ -194,6 +194,17 @@ def test_the_programs_of_paddle_get_preset_device_and_steps(folder, workloads):
 # -- what is refused -------------------------------------------------------------------------------
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(
+    folder, workloads, monkeypatch
+):
+    monkeypatch.setattr("mezzo.cli.console.find_spec", lambda _: None)
+    finished = run_mezzo(folder, "compare", "first", *QUICK, "--report", "out.html")
+    assert (finished.code, finished.stdout) == (2, "")
+    assert finished.stderr.splitlines()[-1] == (
+        "mezzo: The report needs plotly, which is not installed. Run: pip install 'mezzo[report]'"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -6,6 +6,8 @@ import errno
 import json
 import math
 import os
+import subprocess
+import sys
 import warnings
 from itertools import pairwise
 
@@ -170,6 +172,33 @@ def test_a_second_run_of_a_file_ends_the_log_of_the_first(path):
     assert len(older.steps) == 2
     assert steps_of(path) == [1, 2]
     assert kinds(path)[-1] == "end"
+
+
+def test_a_run_of_another_process_in_the_same_file_ends_the_log_of_the_first(path):
+    other = (
+        "import mezzo, torch; model = torch.nn.Linear(2, 1)\n"
+        f"with mezzo.observe(model, log={str(path)!r}): model(torch.ones(1, 2))"
+    )
+    model = nn.Linear(2, 1)
+    with mezzo.observe(model, log=path, numerics=False):
+        model(torch.ones(1, 2))
+        subprocess.run([sys.executable, "-c", other], check=True)
+        written = path.read_bytes()
+        with pytest.warns(UserWarning, match="was removed or written anew") as caught:
+            model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    assert len(caught) == 1
+    assert path.read_bytes() == written
+    assert kinds(path)[0] == "run"
+
+
+def test_a_log_in_the_place_of_another_keeps_a_link_to_it(tmp_path):
+    target, link = tmp_path / "target.jsonl", tmp_path / "run.jsonl"
+    target.write_text("old")
+    link.symlink_to(target)
+    mezzo.observe(nn.Linear(2, 1), log=link).stop()
+    assert link.is_symlink()
+    assert kinds(target) == ["run", "end"]
 
 
 def test_a_file_may_be_written_again_after_the_run(path):

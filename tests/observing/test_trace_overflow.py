@@ -322,28 +322,50 @@ def test_the_calls_of_the_step_are_counted():
     assert mezzo.trace_overflow(model, batch(), F.mse_loss, step=7, **FLOAT16).step == 7
 
 
-def test_of_several_models_the_class_is_named():
-    class Generator(nn.Linear):
-        pass
+def adversaries(factor=1.0):
+    """Two models of one class, each with an optimizer; the second loss is that of the first."""
+    torch.manual_seed(0)
+    generator, critic = (nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in "ab")
+    models, optimizers = (generator, critic), (sgd(generator), sgd(critic))
 
-    class Critic(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.energy = Energy()
+    @mezzo.train_step(models=models, optimizers=optimizers, policy="O2", **FLOAT16)
+    def step(update, x):
+        fake = generator(x)
+        update(F.softplus(critic(fake.detach()).float()).mean(), optimizers[1])
+        loss = (critic(fake).float() * factor).sum()
+        update(loss, optimizers[0])
+        return loss
 
-        def forward(self, h):
-            return self.energy(1000.0 + h)
+    return step
 
-    generator, critic = Generator(8, 8), Critic()
-    critic.scale = nn.Parameter(torch.ones(1))
-    models, optimizer = [generator, critic], sgd(generator)
 
-    @mezzo.train_step(models=models, optimizers=optimizer, **FLOAT16)
-    def step(x):
-        return critic(generator(x)).mean()
-
+def test_several_models_are_named_as_in_the_records_of_a_run():
+    step = adversaries()
+    with torch.no_grad():
+        step.models[0][2].bias.fill_(torch.inf)
+    with mezzo.observe(step) as run:
+        step(batch()[0])
     found = mezzo.trace_overflow(step, batch()[0])
-    assert (found.op, found.module) == ("mul", "Critic.energy")
+    assert run.skips[0].parameter == "models[1].0.weight"
+    assert (found.op, found.module) == ("models[0].2.bias", "models[0].2")
+    assert found.inputs[0].shape == (8,)
+
+
+def test_the_backward_pass_of_a_second_optimizer_is_traced():
+    step = adversaries(factor=1e9)
+    step(batch()[0])
+    assert step.skipped
+    found = mezzo.trace_overflow(step, batch()[0])
+    assert (found.op, found.direction) == ("float", "backward")
+    assert found.line.startswith("test_trace_overflow.py:")
+
+
+def test_a_scale_is_searched_with_which_all_losses_have_finite_gradients():
+    step = adversaries(factor=30.0)
+    at_65536 = mezzo.trace_overflow(step, batch()[0], scaler=65536.0)
+    assert (at_65536.direction, at_65536.verified) == ("backward", True)
+    assert at_65536.cure.startswith("scaler=mezzo.GradScaler(init_scale=")
+    assert not mezzo.trace_overflow(step, batch()[0])
 
 
 def test_a_model_without_a_loss_is_run_forward():
@@ -412,3 +434,16 @@ def test_sparse_gradients_are_no_obstacle():
 def test_a_model_without_trained_parameters_is_run_forward():
     model = energetic().requires_grad_(False)
     assert mezzo.trace_overflow(model, batch(), F.mse_loss, **FLOAT16).op == "mul"
+
+
+def test_an_infinity_from_rounded_inputs_names_what_rounded_and_no_cure_that_fails():
+    class Logarithms(nn.Module):
+        def forward(self, h):
+            return h[0] * (torch.tensor([1.0, 1e-9]) + 0.0 * h[0, :2]).half().log()[1]
+
+    model = nn.Sequential(nn.Linear(4, 4), Logarithms())
+    found = mezzo.trace_overflow(model, torch.ones(2, 4), dtype="float16")
+    assert found.op == "log"
+    assert found.reason.endswith("exact result is 2.1e+01, because half rounded to 16 bits")
+    assert "Pass " not in str(found)
+    assert f"With {found.cure} the batch still fails." in str(found)

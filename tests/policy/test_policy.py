@@ -549,6 +549,12 @@ def test_explain_rejects_unknown_ops_and_devices():
         Policy().explain("linear", torch.float32, device="gpu")
 
 
+def test_an_optimizer_in_the_place_of_a_policy_is_named_by_its_type():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with policy_error(r"^SGD is not a policy\. Pass a level such as 'O1'"):
+        Policy.parse(optimizer)
+
+
 def test_diff_accepts_whatever_parse_accepts(tmp_path):
     Policy("O1", half={"exp"}).save(tmp_path / "other.toml")
     assert Policy("O1").diff("O1", device="cpu").ops == ()

@@ -141,6 +141,28 @@ def test_the_error_is_explained_in_a_block_that_observes_ops():
         model(torch.randn(4, 4))
 
 
+FILLS = {
+    "masked_fill": lambda x, value: x.masked_fill(x > 0, value),
+    "clamp": lambda x, value: x.clamp(min=value),
+    "pad": lambda x, value: F.pad(x, (1, 1), value=value),
+}
+
+
+@pytest.mark.parametrize(("op", "fill"), FILLS.items(), ids=FILLS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_error_of_a_number_beyond_float16_has_remedies_that_work(op, fill, level):
+    def model(value=-1e9, **options):
+        net = Net(lambda weight, x: fill(x @ weight, value or torch.finfo(torch.float16).min))
+        options = {"dtype": "float16"} | options
+        return mezzo.decorate(net.eval(), None, level, preset="torch-cuda", **options)
+
+    x = torch.randn(4, 4)
+    with pytest.raises(mezzo.UnsupportedError, match=rf"^{op} got a number.*full={{'{op}'}}"):
+        model()(x)
+    for remedied in (model(full={op}), model(None), model(dtype="bfloat16")):
+        assert remedied(x).isfinite().all()
+
+
 @pytest.mark.parametrize("index", [torch.ones(4), torch.ones(4).half()])
 def test_a_floating_point_index_is_not_explained_as_mixed_dtypes(index):
     with pytest.raises(RuntimeError, match="Long") as raised:

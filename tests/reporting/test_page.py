@@ -154,7 +154,8 @@ def test_a_live_run_makes_a_page(tmp_path):
     assert ">weight</td>" in skips
 
 
-def test_findings_that_are_passed_are_in_the_page(tmp_path):
+@pytest.mark.parametrize("several", [True, False])
+def test_findings_that_are_passed_are_in_the_page(tmp_path, several):
     model = nn.Linear(8, 8).half()
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -166,7 +167,7 @@ def test_findings_that_are_passed_are_in_the_page(tmp_path):
         logs.write(tmp_path / "run.jsonl", logs.training_run(5, blocks=1)),
         tmp_path / "report.html",
         lint=mezzo.lint(model, optimizer),
-        findings=[Traced()],
+        findings=[Traced()] if several else Traced(),
     )
     text = path.read_text()
     assert "float16-without-scaler" in text

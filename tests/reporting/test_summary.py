@@ -5,6 +5,7 @@ import math
 import sys
 
 import pytest
+import torch
 from support import synthetic_logs as logs
 
 import mezzo
@@ -38,6 +39,39 @@ def test_a_run_without_skips_is_healthy():
     verdict = judge(run_of(*steps(*[False] * 8)))
     assert verdict.status is Status.GOOD
     assert verdict.sentence == "Healthy: 8 steps in float16, no step was skipped."
+
+
+def test_a_log_without_an_end_is_said_to_go_on_or_to_be_of_a_killed_run():
+    end = {"kind": "end", "step": 8, "time": 1.0, "reason": "stopped"}
+    text = "The log has no end: the run goes on, or it was killed."
+    assert text in judge(run_of(*steps(*[False] * 8))).facts
+    assert text not in judge(run_of(*steps(*[False] * 8), end)).facts
+    with mezzo.observe(torch.nn.Linear(2, 1)) as run:
+        run._attachment.models[0](torch.ones(1, 2))
+        run._attachment.models[0](torch.ones(1, 2))
+        assert text in summary(run)
+    assert text not in summary(run)
+
+
+@pytest.mark.parametrize(
+    ("normal", "odd", "sentence"),
+    [
+        (1, 0, "1 step was skipped (0.1%), in the search for the loss scale."),
+        (0, 1, "1 step was skipped (0.1%), not in the search for the loss scale."),
+        (2, 0, "2 steps were skipped (0.2%), all in the search for the loss scale."),
+        (1, 1, "2 steps were skipped (0.2%), 1 in the search for the loss scale."),
+    ],
+)
+def test_the_sentence_about_skips_says_how_many_are_in_the_search(normal, odd, sentence):
+    skips = [True] * normal + [False] * 99 + [True] * odd
+    lines = steps(*skips, *[False] * (1000 - len(skips)))
+    verdict = judge(run_of(*lines))
+    assert sentence.lower() in f"{verdict.sentence} {verdict.facts}".lower()
+
+
+def test_a_small_share_of_skips_is_not_called_zero():
+    verdict = judge(run_of(*steps(True, *[False] * 4999)))
+    assert "1 step was skipped (less than 0.1%)" in verdict.sentence
 
 
 NOTHING = "nothing ran in 16 bits: the model ran in no autocast region."
@@ -194,12 +228,33 @@ def test_a_region_s_dtype_is_that_of_the_run_if_there_is_no_policy():
 
 
 def test_the_cure_of_a_finding_is_a_difference_of_policies():
-    by_level = policy_changes(run_of(logs.finding(), policy="O2"))
-    assert (by_level[0].before, by_level[0].after) == ("Policy('O2')", "Policy('O2', full={'mul'})")
+    by_level = policy_changes(run_of(logs.finding(), policy="O2", dtype="float16"))
+    before = "Policy('O2', dtype='float16')"
+    assert (by_level[0].before, by_level[0].after) == (before, f"{before[:-1]}, full={{'mul'}})")
     cure = "scaler=mezzo.GradScaler(init_scale=1024)"
     other = policy_changes(run_of(logs.finding(cure=cure, verified=False)))
     assert (other[0].before, other[0].after, other[0].verified) == (None, cure, False)
     assert policy_changes(run_of(logs.finding(cure=""))) == []
+
+
+def test_a_suggested_policy_has_the_rules_of_the_run_once_each():
+    run = mezzo.Policy("O2", "float16", full={"mul"})
+    cured = mezzo.Policy("O2", "bfloat16", full={"mul", "exp"})
+    finding = logs.finding(cure="dtype='bfloat16', full={'exp', 'mul'}", policy=cured.to_dict())
+    (change,) = policy_changes(run_of(finding, policy=repr(run)))
+    assert (change.before, eval(change.after, {"Policy": mezzo.Policy})) == (repr(run), cured)
+
+
+@pytest.mark.parametrize("policy", [{"level": "O9"}, {"a b": 1}, ["O2"]])
+def test_a_suggested_policy_without_a_readable_one_is_that_of_the_run_with_the_cure(policy):
+    (change,) = policy_changes(run_of(logs.finding(policy=policy), policy="O2"))
+    assert change.after.endswith("full={'mul'})")
+
+
+def test_a_cure_with_which_the_batch_fails_is_not_suggested():
+    run = run_of(*steps(*[False] * 5), logs.finding(step=3, policy={}, verified=False))
+    assert policy_changes(run) == []
+    assert "; no policy was found that cures it." in judge(run).sentence
 
 
 def test_a_summary_has_verdict_numbers_skips_layers_and_policy(tmp_path):

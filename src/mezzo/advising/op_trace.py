@@ -17,6 +17,7 @@ from mezzo._torch import TorchDispatchMode, current_autograd_node, pytree
 from mezzo.observing.op_places import OpPlace, PlaceTracker
 from mezzo.observing.user_lines import user_line
 from mezzo.prepare.rng_state import capture_rng_state, restore_rng_state
+from mezzo.prepare.rollback import attributes_restorer
 from mezzo.step.inputs import IMAGE_DIMS
 
 SOFTMAX = frozenset({"_softmax", "_safe_softmax"})
@@ -178,12 +179,13 @@ def traced(model: nn.Module, function: Callable[[], Any], trace: OpTrace) -> Any
 
 @contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore buffers and random generators afterwards: a forward pass changes nothing else."""
-    random = capture_rng_state()
+    """Restore what a forward pass changes: buffers, attributes of modules, random generators."""
+    random, restore_attributes = capture_rng_state(), attributes_restorer(model)
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
+        restore_attributes()
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)

@@ -11,7 +11,7 @@ import typer
 import mezzo
 from mezzo._errors import MezzoError
 from mezzo.cli.console import FOUND, CommandGroup, fail, print_json, spinner
-from mezzo.cli.factory import load_setup, user_code
+from mezzo.cli.factory import check_names, load_setup, user_code
 from mezzo.cli.policy_commands import policy_app
 
 if TYPE_CHECKING:
@@ -392,7 +392,9 @@ def convert(
 def _call(factory: str, function: Any, **arguments: Any) -> Any:
     try:
         with spinner(f"{function.__name__} {factory}"), user_code(factory):
-            return function(**load_setup(factory), **arguments)
+            setup = load_setup(factory)
+            check_names(factory, setup, function)
+            return function(**setup, **arguments)
     except MezzoError as error:
         fail(error)
     except TypeError as error:

@@ -15,7 +15,13 @@ import typer
 
 from mezzo._errors import MezzoError, PolicyError, choices, nearest
 from mezzo._hardware import hardware
-from mezzo.cli.console import FAILED, INTERRUPTED, print_json, progress_bar
+from mezzo.cli.console import (
+    FAILED,
+    INTERRUPTED,
+    check_report_libraries,
+    print_json,
+    progress_bar,
+)
 from mezzo.cli.factory import load_setup, user_code
 from mezzo.cli.machine import ISA_LIMIT, WITHOUT_AMX
 from mezzo.cli.product_times import time_products
@@ -250,7 +256,10 @@ def print_results(results: Results, *, as_json: bool) -> None:
 
 def check_report(path: Path | None) -> None:
     """Raise if a page cannot be written there, before anything runs."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+    if path is None:
+        return
+    check_report_libraries()
+    if path.is_dir() or not path.parent.is_dir():
         raise MezzoError(f"{str(path)!r} is no file in an existing folder. Make its folder first.")
 
 

@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from math import isfinite
 from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from mezzo._errors import MezzoError
+from mezzo._errors import MezzoError, UnsupportedError
 from mezzo.cli.factory import UserCodeError
 
 FOUND, FAILED, INTERRUPTED = 1, 2, 130
@@ -48,6 +49,16 @@ def fail(error: MezzoError | OSError) -> NoReturn:
         typer.echo(error.traceback, err=True)
     typer.echo(f"mezzo: {error}", err=True)
     raise typer.Exit(FAILED)
+
+
+def check_report_libraries() -> None:
+    """Raise if a page cannot be written, before anything runs."""
+    for library in ("plotly", "jinja2"):
+        if find_spec(library) is None:
+            raise UnsupportedError(
+                f"The report needs {library}, which is not installed. Run:"
+                " pip install 'mezzo[report]'"
+            )
 
 
 def print_json(data: Any) -> None:

@@ -6,16 +6,18 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from inspect import signature
+from dataclasses import fields
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from torch import nn
 
-from mezzo._errors import MEZZO_FOLDER, MezzoError, nearest
+from mezzo._errors import MEZZO_FOLDER, MezzoError, choices, nearest
+from mezzo.policy.policy import Policy
 
 _OWN = (MEZZO_FOLDER, str(Path(importlib.__file__).parent), "<frozen importlib")
 """Where frames before those of the user's code are: mezzo, and the import system."""
@@ -89,6 +91,19 @@ def _check_takes_no_arguments(text: str, factory: Callable[..., Any]) -> None:
             raise MezzoError(
                 f"{text} is called without arguments: {error}. Pass a factory that needs none."
             ) from None
+
+
+def check_names(text: str, setup: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raise unless a function takes the arguments that a factory returned, or a policy does."""
+    parameters = signature(function).parameters.values()
+    known = [one.name for one in parameters if one.kind is not Parameter.VAR_KEYWORD]
+    names = [*known, *(field.name for field in fields(Policy))]
+    for name in setup:
+        if name not in names:
+            raise MezzoError(
+                f"{text} returned a dictionary with {name!r}. {choices(known)} Or pass a field of"
+                f" mezzo.Policy.{nearest(name, names)}"
+            )
 
 
 def sample_arguments(setup: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

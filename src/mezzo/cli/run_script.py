@@ -10,14 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
-from importlib.util import find_spec
 from io import open_code
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from mezzo._errors import MezzoError, UnsupportedError
-from mezzo.cli.console import as_line
+from mezzo.cli.console import as_line, check_report_libraries
 from mezzo.cli.explain import parse_policy
 from mezzo.cli.rank_logs import Ranks, all_logs, remove_old_logs, wait_for_logs
 from mezzo.cli.script_observer import ScriptObserver
@@ -68,12 +67,7 @@ class Script:
                 f"can't open file {str(Path(target).absolute())!r}: there is no such file. Pass the"
                 " path of a script, or -m and the name of a module."
             )
-        for library in ("plotly", "jinja2"):
-            if find_spec(library) is None:
-                raise UnsupportedError(
-                    f"The report needs {library}, which is not installed. Run:"
-                    " pip install 'mezzo[report]'"
-                )
+        check_report_libraries()
         # Absolute, because a script may change its folder.
         report, log = report.absolute(), (log or report.with_suffix(".jsonl")).absolute()
         for path in (report, log):

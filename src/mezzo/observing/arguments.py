@@ -13,7 +13,9 @@ from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError
 from mezzo.observing.attachments import Attachment
 from mezzo.observing.records import RunStarted
+from mezzo.policy.policy import Policy
 from mezzo.prepare.decoration import decoration_of
+from mezzo.prepare.keep_full import read_keep_full
 from mezzo.scaling import observed_scaler
 from mezzo.step.base import Step
 
@@ -83,7 +85,7 @@ def header(attachment: Attachment, rank: int, ranks: int) -> RunStarted:
     dtype = plan.dtype if plan is not None else next(iter(dtypes)) if len(dtypes) == 1 else None
     return RunStarted(
         model=", ".join(type(model).__name__ for model in attachment.models),
-        policy=None if plan is None else plan.policy.level.value,
+        policy=None if plan is None else _policy_text(plan.policy),
         dtype=None if dtype is None else dtype_name(dtype),
         device=str(attachment.device),
         torch=torch.__version__,
@@ -92,6 +94,16 @@ def header(attachment: Attachment, rank: int, ranks: int) -> RunStarted:
         ranks=ranks,
         started=time.time(),
     )
+
+
+def _policy_text(policy: Policy) -> str:
+    """Return the level of a policy, or the whole policy if it has more than a level and a dtype.
+
+    >>> _policy_text(Policy("O2", "float16")), _policy_text(Policy("O2", full={"mul"}))
+    ('O2', "Policy('O2', full={'mul'})")
+    """
+    of_level, _ = read_keep_full(policy.level.value, {"dtype": policy.dtype}, ())
+    return policy.level.value if policy == of_level else repr(policy)
 
 
 def _version() -> str | None:

@@ -125,17 +125,21 @@ def entry(before: Policy, after: Policy) -> str:
 def reason_of(finding: Finding) -> str:
     """Return what happened to the result of an op, as the end of a sentence."""
     dtype = dtype_name(finding.dtype)
-    rounded = sorted({place.op for place in finding.causes})
+    rounded = {place.op for place in finding.causes}
+    if finding.kind is Kind.OVERFLOW:
+        rounded -= {finding.place.op}
+    because = f", because {', '.join(sorted(rounded))} rounded to 16 bits" if rounded else ""
     match finding.kind:
         case Kind.OVERFLOW if finding.is_nan:
-            return f"is NaN in {dtype}, where the exact result is finite"
+            return f"is NaN in {dtype}, where the exact result is finite{because}"
         case Kind.OVERFLOW if finding.largest < torch.finfo(finding.dtype).max:
-            return f"is infinite in {dtype}, where the exact result is {finding.largest:.1e}"
+            return (
+                f"is infinite in {dtype}, where the exact result is {finding.largest:.1e}{because}"
+            )
         case Kind.OVERFLOW:
             return f"left the range of {dtype}: {finding.largest:.1e}"
         case Kind.UNDERFLOW:
             return f"underflowed to zero in {dtype}: the largest value is {finding.largest:.1e}"
         case Kind.DIGITS:
-            inputs = f", because {', '.join(rounded)} rounded to 16 bits" if rounded else ""
-            return f"lost its digits: the relative error is {finding.error:.2g}{inputs}"
+            return f"lost its digits: the relative error is {finding.error:.2g}{because}"
     return f"made {'NaN' if finding.is_nan else 'an infinity'}"

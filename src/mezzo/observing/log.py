@@ -42,6 +42,10 @@ class LogWriter:
         before = self._open.get(path.resolve())
         if before is not None:
             before._end(f"{path} is that of a new run now. The log of the run before ends here.")
+        if path.is_file():
+            # Another process may be writing it: that one keeps its file, which has no name then.
+            with suppress(OSError):
+                path.resolve().unlink()
         self._file = path.open("w", encoding="utf-8")
         self._open[path.resolve()] = self
         self._has_begun = False
@@ -85,6 +89,9 @@ class LogWriter:
         if self._file.closed:
             return
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                self._end(f"{self.path} was removed or written anew: the log of this run ends.")
+                return
             for line, optional in lines:
                 self._add(line + "\n", optional=optional)
             self._file.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, Protocol
 
@@ -284,7 +284,7 @@ def _companions(parameters: Iterable[nn.Parameter], masters: MasterWeights) -> t
     return torch.cat(parts) if parts else None
 
 
-def named_models(models: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def named_models(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield each model with the prefix of its names: `models[0].` if there are several."""
     for index, model in enumerate(models):
         yield (f"models[{index}]." if len(models) > 1 else ""), model

@@ -24,6 +24,7 @@ from mezzo.autocasting.arguments import region_for
 from mezzo.autocasting.regions import Region, enter_regions
 from mezzo.observing.finding import Finding, Kind, NamedTensor
 from mezzo.observing.model_copy import plain_copy, standing_in
+from mezzo.observing.numerics import named_models
 from mezzo.observing.shadow_run import shadowed
 from mezzo.policy.policy import Policy
 from mezzo.prepare import rng_state
@@ -132,6 +133,8 @@ class Replay:
                 decorate(copies, None, applied, output_dtype=self.output_dtype)
             losses = [] if self.loss_module is None else [self.loss_module]
             copied = [plain_copy(loss, to_float32=policy is None) for loss in losses]
+            # Before the models stand in for their copies, and have their parameters.
+            twins = dict(self._twins(copies))
             stack.enter_context(
                 standing_in([*self.models, *losses], [*copies, *copied], self.wrappers)
             )
@@ -143,7 +146,7 @@ class Replay:
             ]
             context = _Backward(
                 parameters,
-                dict(self._twins(copies)),
+                twins,
                 self.scale if scale is None else scale,
                 region.dtype or torch.float32,
             )
@@ -198,8 +201,8 @@ class Replay:
 
     def _named(self, copies: list[nn.Module], call: Call) -> list[NamedTensor]:
         named = [
-            NamedTensor(Kind.PARAMETERS, name, tensor)
-            for model in copies
+            NamedTensor(Kind.PARAMETERS, prefix + name, tensor)
+            for prefix, model in named_models(copies)
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
         ]
         if self.loss_module is not None:
@@ -221,12 +224,9 @@ def _copied(tensor: Tensor, *, to_float32: bool) -> Tensor:
 
 
 def _module_names(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    if len(models) == 1:
-        return dict(models[0].named_modules())
-    # Of several models the class tells which.
     return {
-        ".".join(filter(None, (type(model).__name__, name))): module
-        for model in models
+        (prefix + name).rstrip("."): module
+        for prefix, model in named_models(models)
         for name, module in model.named_modules()
     }
 
@@ -278,6 +278,7 @@ class _Backward:
     ) -> None:
         self.parameters, self._twins, self._dtype = parameters, twins, dtype
         self.scale = scale
+        self._searches = scale is None
         self.loss: Tensor | None = None
         """The last loss whose gradients were computed."""
         self._outside: dict[Tensor, Tensor | None] = {}
@@ -307,10 +308,10 @@ class _Backward:
         if self.mode.finding is not None:
             return
         self._set_gradients_aside(loss)
-        if self.scale is None:
-            self.scale = self._finite_scale(loss)
+        if self._searches:
+            self.scale = self._finite_scale(loss, self.scale)
         limit = _LARGEST_HALF_SCALE if loss.dtype is torch.float16 else torch.inf
-        seed = self._seed(loss, min(self.scale, limit)) if gradient is None else gradient
+        seed = self._seed(loss, min(self.scale or 1.0, limit)) if gradient is None else gradient
         if inputs is not None:
             inputs = [self._twins.get(input_, input_) for input_ in inputs]
         torch.autograd.backward(loss, seed, retain_graph, create_graph, inputs=inputs)
@@ -319,9 +320,12 @@ class _Backward:
         with self.mode.paused():
             return torch.full_like(loss, scale)
 
-    def _finite_scale(self, loss: Tensor) -> float:
-        """Return the largest scale with finite gradients, as scalers find it; 1 if none has."""
-        scale = _LARGEST_SCALE if self._dtype is torch.float16 else 1.0
+    def _finite_scale(self, loss: Tensor, limit: float | None) -> float:
+        """Return the largest scale with finite gradients, as scalers find it; 1 if none has.
+
+        All losses of a step have one scale: `limit` is that of those before.
+        """
+        scale = limit or (_LARGEST_SCALE if self._dtype is torch.float16 else 1.0)
         if loss.dtype is torch.float16:
             scale = min(scale, _LARGEST_HALF_SCALE)
         with self.mode.paused():

@@ -77,9 +77,9 @@ def observe(
         optimizer: The optimizer of that loop, or a list of them. Without one, each forward pass of
             the model is a step.
         scaler: The `mezzo.GradScaler` or `torch.amp.GradScaler` of that loop.
-        log: File to write records to, as JSON Lines; `mezzo.read_log` reads it, also while the run
-            goes on. With several processes, each writes its own: `run.jsonl` becomes
-            `run.rank1.jsonl`.
+        log: File to write records to, as JSON Lines, in place of what is there; `mezzo.read_log`
+            reads it, also while the run goes on. With several processes, each writes its own:
+            `run.jsonl` becomes `run.rank1.jsonl`.
         every: Steps between samples. None is every 100 steps, and fewer samples where steps are so
             short that these would take more than 1 % of the time of the run; for that each sample
             waits for the device. With several processes it is every 100 steps, which all sample
@@ -175,6 +175,7 @@ class Run:
         """What collects records from sampled steps: of each interval the first has the first step,
         the second the next one, and so on."""
         self._header = header(self._attachment, rank, world_size)
+        self._ended: RunEnded | None = None
         self._stack = ExitStack()
         self._open_writers(max_bytes, checked_loggers if rank == 0 else ())
         self._stack.enter_context(_events.listen(self._add_event))
@@ -401,7 +402,7 @@ class Run:
         state = "stopped" if self._attachment is None else "running"
         lines = [
             f"Run of {started.model}, {started.policy or 'no policy'}, {started.dtype}: {state}",
-            f"steps: {self._step_number}, skipped: {steps.skipped}, loss scale: {steps.scale:g}",
+            f"steps: {self._step_number}, skipped: {steps.skipped}, loss scale: {steps.scale:.10g}",
         ]
         last = steps.last()
         if last is not None and last.loss is not None:
@@ -437,7 +438,8 @@ class Run:
         self._ops = None if self._op_sampler is None else self._op_sampler.latest
         self._attachment, self._sampler, self._op_sampler = None, None, None
         self.collectors = []
-        self._write([RunEnded(step=self._last_step, time=self._time(), reason=reason)])
+        self._ended = RunEnded(step=self._last_step, time=self._time(), reason=reason)
+        self._write([self._ended])
         for writer in self._writers:
             writer.close()
         self._writers = []

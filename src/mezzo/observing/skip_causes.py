@@ -104,6 +104,11 @@ class SkipCauses:
         return f"gradients overflowed at the scale{at}, which had not grown", False
 
 
+def failed_cure(finding: Line) -> bool:
+    """Return whether the batch of a finding was run with its cure, and failed with it too."""
+    return finding.get("policy") is not None and finding.get("verified") is False
+
+
 def describe_finding(finding: Line) -> str:
     """Return the result of `trace_overflow` as one sentence, without its full stop."""
     what = "The gradient of the op" if finding.get("direction") == "backward" else "The op"

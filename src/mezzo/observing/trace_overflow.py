@@ -15,6 +15,7 @@ from mezzo._errors import MezzoError
 from mezzo.observing.cures import Cure, find_cure, reason_of
 from mezzo.observing.finding import Finding, InputRange, Kind
 from mezzo.observing.function_places import Place
+from mezzo.observing.numerics import named_models
 from mezzo.observing.replay import Replay, Trace, named_tensors
 from mezzo.observing.replay_setup import replay_of
 from mezzo.policy.policy import Policy
@@ -86,17 +87,14 @@ class Overflow:
             return []
         if not self.precision:
             return ["float32 fails too: precision is not the cause."]
+        uncured = "16 bits are the cause, and no policy was found that cures it: change the code."
         if not self.cure:
-            return [
-                "16 bits are the cause, and no policy was found that cures it: change the code."
-            ]
+            return [uncured]
         if self.verified:
-            outcome = "verified: run with it, the batch does not fail"
-        elif self.policy is None:
-            outcome = "not verified: make or load the model again"
-        else:
-            outcome = "not verified: run with it, the batch still fails; change the code"
-        return [f"Pass {self.cure} ({outcome})."]
+            return [f"Pass {self.cure} (verified: run with it, the batch does not fail)."]
+        if self.policy is None:
+            return [f"Pass {self.cure} (not verified: make or load the model again)."]
+        return [uncured, f"With {self.cure} the batch still fails."]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a log."""
@@ -248,9 +246,9 @@ def _first_nonfinite(tensor: Tensor) -> tuple[list[int], str, int] | None:
 
 def _of_parameter(replay: Replay, name: str, reason: str, cure: Cure | None = None) -> Overflow:
     tensors = {
-        name: tensor
-        for model in replay.models
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        prefix + own: tensor
+        for prefix, model in named_models(replay.models)
+        for own, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     return Overflow(
         Direction.PARAMETERS,
@@ -271,13 +269,17 @@ def _written_in_16_bits(replay: Replay, name: str) -> Overflow | None:
 
     No optimizer trains it, so that it has no master weight; None for other parameters.
     """
-    parameters = dict(named for model in replay.models for named in model.named_parameters())
-    parameter = parameters.get(name)
+    parameters = {
+        prefix + own: (own, parameter)
+        for prefix, model in named_models(replay.models)
+        for own, parameter in model.named_parameters()
+    }
+    own, parameter = parameters.get(name, (name, None))
     if parameter is None or parameter.requires_grad or parameter.dtype not in HALF_DTYPES:
         return None
     dtype = dtype_name(parameter.dtype)
     reason = f"is not finite before the step: it is {dtype}, and only the model itself writes it"
-    module = name.rpartition(".")[0] or name
+    module = own.rpartition(".")[0] or own
     return replace(
         _of_parameter(replay, name, reason),
         precision=True,
@@ -288,8 +290,8 @@ def _written_in_16_bits(replay: Replay, name: str) -> Overflow | None:
 def _largest_parameter(replay: Replay) -> tuple[str, float] | None:
     """Return the largest parameter, if it is beyond the range of float16."""
     sizes = [
-        (float(tensor.detach().double().abs().max()), name)
-        for model in replay.models
+        (float(tensor.detach().double().abs().max()), prefix + name)
+        for prefix, model in named_models(replay.models)
         for name, tensor in model.named_parameters()
         if tensor.numel()
     ]

@@ -173,8 +173,10 @@ class Policy:
             return cls(**overrides)
         if isinstance(policy, str | Level):
             return cls(**{"level": _single_level(policy, overrides), **overrides})
+        text = repr(policy)
+        given = type(policy).__name__ if "\n" in text else text  # An optimizer has many lines.
         raise PolicyError(
-            f"{policy!r} is not a policy. Pass a level such as 'O1', a mezzo.Policy, or the path of"
+            f"{given} is not a policy. Pass a level such as 'O1', a mezzo.Policy, or the path of"
             " a .toml file."
         )
 

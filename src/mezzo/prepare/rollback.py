@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +43,13 @@ def rolled_back(
 ) -> Iterator[None]:
     """Restore all of these to the bit afterwards, also what a training step writes in place.
 
-    That is the state of `rolled_back_on_error`, the tensors of the optimizers' states, and the
-    gradients.
+    That is the state of `rolled_back_on_error`, the tensors of the optimizers' states, the
+    gradients, and what a forward pass assigns to its modules.
     """
     models, optimizers = tuple(models), tuple(optimizers)
     with ExitStack() as undo:
+        for model in models:
+            undo.callback(attributes_restorer(model))
         for tensor in _written_by_steps(models, optimizers):
             undo.callback(_tensor_restorer(tensor))
         for model in models:
@@ -133,6 +136,16 @@ def _model_restorer(model: nn.Module) -> Callable[[], None]:
                 module.set_extra_state(state)
 
     return restore
+
+
+def attributes_restorer(model: nn.Module) -> Callable[[], None]:
+    """Return a function that gives all modules the attributes and buffers that they have now."""
+    dicts = [
+        (attributes, dict(attributes))
+        for module in model.modules()
+        for attributes in (vars(module), module._buffers)
+    ]
+    return partial(_restore_dicts, dicts)
 
 
 def _restore_dicts(dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> None:

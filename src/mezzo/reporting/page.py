@@ -38,7 +38,7 @@ def write_report(
     path: str | os.PathLike[str],
     *,
     lint: Findings | None = None,
-    findings: Iterable[Finding] = (),
+    findings: Finding | Iterable[Finding] = (),
 ) -> Path:
     """Write one self-contained HTML page about a run, and return its path.
 
@@ -51,7 +51,8 @@ def write_report(
             being written; what `mezzo.observe` returned; or a list with one of them for each rank.
         path: The file to write.
         lint: The result of `mezzo.lint`, if it is not in the log.
-        findings: Results of `mezzo.trace_overflow`, whose cures become the suggested policy.
+        findings: One or several results of `mezzo.trace_overflow`; their cures become the suggested
+            policy.
 
     Raises:
         UnsupportedError: plotly is not installed.
@@ -66,7 +67,8 @@ def write_report(
     'report.html'
     """
     run = read_run(log)
-    extra = [{"kind": "finding", **finding.to_dict()} for finding in findings]
+    listed = findings if isinstance(findings, Iterable) else [findings]
+    extra = [{"kind": "finding", **finding.to_dict()} for finding in listed]
     if lint is not None:
         extra.append({"kind": "lint", "findings": lint.to_dicts()})
     page = render(run.with_records(extra))

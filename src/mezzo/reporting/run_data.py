@@ -216,6 +216,8 @@ def _lines_of_run(run: Any) -> list[dict[str, Any]]:
     records += [
         TensorsRecord(step=last, which=which, stats=stats) for which, stats in run.numerics.items()
     ]
+    if run._ended is not None:
+        records.append(run._ended)
     return [record.to_json() for record in records]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from mezzo.observing.log_values import Line, finite, number, plain_number, step_of
-from mezzo.observing.skip_causes import describe_finding
+from mezzo.observing.skip_causes import describe_finding, failed_cure
 from mezzo.reporting.layers import LayerRow, layer_rows
 from mezzo.reporting.run_data import RunData
 
@@ -51,7 +51,11 @@ def judge(run: RunData) -> Verdict:
     if not run.of("step"):
         return _without_steps(run)
     verdict = _judge_steps(run)
-    return replace(verdict, sentence=" ".join([verdict.sentence, *_unobserved(run)]))
+    return replace(
+        verdict,
+        sentence=" ".join([verdict.sentence, *_unobserved(run)]),
+        facts=(*verdict.facts, *_is_open(run)),
+    )
 
 
 def _without_steps(run: RunData) -> Verdict:
@@ -98,6 +102,12 @@ def _ends(run: RunData) -> list[str]:
         names = ", ".join(map(str, run.missing_ranks))
         found.append(f"There is no log of rank {names}, of {run.world_size} ranks.")
     return found
+
+
+def _is_open(run: RunData) -> list[str]:
+    if all(rank.end is not None for rank in run.ranks):
+        return []
+    return ["The log has no end: the run goes on, or it was killed."]
 
 
 def _unobserved(run: RunData) -> list[str]:
@@ -153,6 +163,8 @@ def _findings(run: RunData) -> list[str]:
 def _cured(finding: Line) -> str:
     if not finding.get("cure"):
         return ""
+    if failed_cure(finding):
+        return "; no policy was found that cures it"
     outcome = "cures it" if finding.get("verified") else "may cure it"
     return f"; {finding['cure']} {outcome}"
 
@@ -168,8 +180,13 @@ def _odd_skips(run: RunData) -> list[str]:
     name = f", most often first in {names.most_common(1)[0][0]}" if names else ""
     where = f"{len(odd):,} of them outside" if odd else "all in"
     count = f"{len(run.skips):,} of {run.steps:,} steps were skipped"
+    return [f"{count} ({_share(run)}), {where} the search for the scale{name}."]
+
+
+def _share(run: RunData) -> str:
+    """Return the share of steps that were skipped."""
     share = len(run.skips) / max(run.steps, 1)
-    return [f"{count} ({share:.1%}), {where} the search for the scale{name}."]
+    return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
 
 
 def _underflow(run: RunData) -> list[str]:
@@ -210,12 +227,11 @@ def _skip_sentence(run: RunData) -> str:
             else "No step was skipped."
         )
     normal = sum(skip.is_normal for skip in run.skips)
-    share = len(run.skips) / max(run.steps, 1)
-    end = "all" if normal == len(run.skips) else f"{normal:,}"
-    steps = "steps were" if len(run.skips) > 1 else "step was"
-    return (
-        f"{len(run.skips):,} {steps} skipped ({share:.1%}), {end} in the search for the loss scale."
-    )
+    search = "in the search for the loss scale."
+    if len(run.skips) == 1:
+        return f"1 step was skipped ({_share(run)}), {'' if normal else 'not '}{search}"
+    which = "all" if normal == len(run.skips) else f"{normal:,}" if normal else "none"
+    return f"{len(run.skips):,} steps were skipped ({_share(run)}), {which} {search}"
 
 
 def _loss_sentence(run: RunData) -> list[str]:
