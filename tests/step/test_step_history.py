@@ -50,3 +50,10 @@ def test_rows_that_are_taken_do_not_change_with_later_steps():
     rows = history.take(all_arrived=True)
     append(history, 4)
     assert rows[:, 0].tolist() == [1]
+
+
+def test_rows_that_are_kept_do_not_hold_the_memory_of_the_ring():
+    history = StepHistory(CPU, rows=2048)
+    append(history, 3)
+    rows = history.take(all_arrived=True)
+    assert rows.untyped_storage().nbytes() == rows.nbytes

@@ -113,7 +113,8 @@ class StepHistory:
             position += count
             if count < len(block):
                 break
-        fresh = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        # A copy: a view of a block would keep all of its memory.
+        fresh = torch.cat(blocks)
         if position == end:
             # The ring was overwritten: its first row need not be the oldest.
             fresh = fresh[fresh[:, 0].argsort()]
