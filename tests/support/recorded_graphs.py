@@ -99,7 +99,8 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         "default_generators": (torch.Generator(),),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(cuda_graph, "clear_cublas_workspaces", lambda: None)
+    for name in ("clear_cublas_workspaces", "end_allocate_to_pool", "release_pool"):
+        monkeypatch.setattr(cuda_graph, name, lambda *_: None)
     monkeypatch.setattr(cuda_graph, "find_host_syncs", lambda: contextlib.nullcontext([]))
     monkeypatch.setattr(replay_timing, "MARGIN", 1e9)
 
