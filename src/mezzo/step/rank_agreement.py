@@ -24,7 +24,7 @@ from mezzo._dtypes import dtype_name
 from mezzo._torch import communication_hooks
 from mezzo.parallel.process_groups import HostGroup, check_agreement
 from mezzo.prepare.arguments import Optimizer
-from mezzo.scaling.mesh import mesh_of
+from mezzo.scaling.mesh import mesh_of, named_shards
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
 from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound
@@ -46,7 +46,9 @@ def process_groups(components: StepComponents) -> tuple[distributed.ProcessGroup
     """
     if components.ddp:
         return (components.ddp.group,)
-    mesh = mesh_of([parameter for model in components.models for parameter in model.parameters()])
+    mesh = mesh_of(
+        [parameter for model in components.models for _, parameter in named_shards(model)]
+    )
     return () if mesh is None else mesh.groups
 
 
@@ -100,7 +102,7 @@ def _settings(components: StepComponents, options: StepOptions) -> Iterator[tupl
         yield f"optimizer {index}", type(optimizer).__name__
         yield from _text(_group_settings(index, optimizer))
     for model in components.models:
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_shards(model):
             shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
             trained = "trained" if parameter.requires_grad else "frozen"
             yield f"parameter {name!r}", f"{shape} {dtype} {trained}"
