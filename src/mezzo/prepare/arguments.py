@@ -102,12 +102,12 @@ def models_of(argument: Any) -> tuple[nn.Module, ...]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel or DataParallel.
+    """Return the model inside DistributedDataParallel or DataParallel, which may be compiled there.
 
     A checkpoint of it can be loaded with and without the wrapper.
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
-        inner: nn.Module = model.module
+        inner: nn.Module = uncompiled(model.module)
         return inner
     return model
 
