@@ -24,6 +24,8 @@ from mezzo._dtypes import dtype_name
 from mezzo._torch import communication_hooks
 from mezzo.parallel.process_groups import HostGroup, check_agreement
 from mezzo.prepare.arguments import Optimizer
+from mezzo.prepare.sharding import is_sharded_model, refuse_lost_parameters
+from mezzo.scaling.gradients import parameters
 from mezzo.scaling.mesh import mesh_of, named_shards
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
@@ -65,6 +67,10 @@ def check_shared_settings(
     """
     ddp = components.ddp
     ddp.check(components.models, components.optimizers, scales_loss=components.scaler is not None)
+    if is_sharded_model(components.models):
+        # Before the forward pass, in which torch raises an error that does not name the order.
+        for optimizer in components.optimizers:
+            refuse_lost_parameters(optimizer, parameters(optimizer), components.models)
     groups = process_groups(components)
     if groups:
         settings = shared_settings(components, options) | dict(_text(others.items()))
