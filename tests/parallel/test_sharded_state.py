@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
@@ -276,6 +278,49 @@ def what_a_model_holds_gathered_is_read_from_its_shards(_: Path) -> Any:
     return gathered, exact, names, list(mezzo.master_params(optimizer)), source
 
 
+def other_groups_of_modules_are_loaded(folder: Path) -> dict[str, bool]:
+    """Save with norms in a group of their own and load into one with norms, and the reverse."""
+
+    def make(master: str, seed: int, *, apart: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model = network(seed)
+        for layer in (model[0], model[3], model) if apart else (model,):
+            fully_shard(layer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
+
+    equal = {}
+    for master in MASTERS[1:]:
+        for apart in (True, False):
+            first, second = make(master, 0, apart=apart), make(master, 1, apart=not apart)
+            train(*first)
+            path = folder / f"{master}-{apart}"
+            mezzo.save_checkpoint(path, *first)
+            mezzo.load_checkpoint(path, *second)
+            loaded = [mezzo.master_params(pair[0])["0.weight"] for pair in (first, second)]
+            equal[path.name] = same(*map(whole, loaded))
+    return equal
+
+
+def averages_follow_a_model_that_is_sharded_in_part(_: Path) -> bool:
+    """Average plain parameters and shards of tensor parallelism in one model."""
+    averages = []
+    for is_split in (True, False):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.LayerNorm(4))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        if is_split:
+            mesh = init_device_mesh("cpu", (2,))
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        average = mezzo.EMA(model, decay=0.5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        average.update()
+        averages.append(whole(average.state_dict()))
+    return same(*averages)
+
+
 def averages_are_an_extra_value(folder: Path) -> Any:
     model, optimizer = half_sharded("split")
     average = mezzo.EMA(model, decay=0.5)
@@ -307,6 +352,8 @@ SCENARIOS: dict[str, Scenario] = {
         evaluations_change_no_weight_and_no_average,
         what_a_model_holds_gathered_is_read_from_its_shards,
         averages_are_an_extra_value,
+        averages_follow_a_model_that_is_sharded_in_part,
+        other_groups_of_modules_are_loaded,
     )
 }
 KINDS = [*MASTERS, "sharded", *(f"shards of {master}" for master in MASTERS[1:])]
@@ -496,6 +543,15 @@ def test_what_a_model_holds_gathered_is_read_from_its_shards(results):
         assert exact
         assert of_optimizer == names
         assert source == "0.weight"
+
+
+def test_averages_follow_a_model_that_is_sharded_in_part(results):
+    assert of(results, averages_follow_a_model_that_is_sharded_in_part) == [True, True]
+
+
+def test_other_groups_of_modules_are_loaded(results):
+    for equal in of(results, other_groups_of_modules_are_loaded):
+        assert equal == dict.fromkeys(equal, True)
 
 
 def test_averages_are_an_extra_value_of_a_folder_of_shards(results):

@@ -19,7 +19,8 @@ from torch import nn
 
 from mezzo._casting import map_tensors
 from mezzo._errors import CheckpointError
-from mezzo.optim.companion import KEYS, without_companion, without_sample
+from mezzo.optim.companion import without_companion, without_sample
+from mezzo.optim.state_dict_checks import OUR_KEYS
 from mezzo.prepare import ranks
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import has_exact_masters
@@ -206,11 +207,18 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _drop_missing(states: dict[str, Any], prefix: str, saved: set[str]) -> None:
-    """Remove the states of parameters that had none when the checkpoint was saved."""
+    """Remove what was not saved: the states of parameters that had none, and entries of mezzo.
+
+    Norms have masters in 16-bit groups only.
+    """
     present = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     prefixes = {name[:place] for name in present for place in _dots(name)}
     for name in set(states) - prefixes:
         del states[name]
+    for name, entries in states.items():
+        for entry in OUR_KEYS & entries.keys():
+            if f"{name}.{entry}" not in present:
+                del entries[entry]
 
 
 def _dots(name: str) -> list[int]:
@@ -227,7 +235,7 @@ def _refuse_more(path: Path, name: str, own: set[str], saved: set[str]) -> None:
     more = sorted(
         name
         for name in saved
-        if name.startswith(prefix) and name not in own and name.rpartition(".")[2] not in KEYS
+        if name.startswith(prefix) and name not in own and name.rpartition(".")[2] not in OUR_KEYS
     )
     if more:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from mezzo.optim.master_weights import MasterWeights
 from mezzo.prepare.arguments import Optimizer, models_of, unwrapped
 from mezzo.prepare.decoration import Decoration
 from mezzo.prepare.master_params import ModelMasters, is_narrow, widened
-from mezzo.scaling.mesh import placed_like
+from mezzo.scaling.mesh import local_tensors, placed_like
 
 _get: Callable[[Any, Any], Any] = dict.get
 _MAX_GROUP_ELEMENTS = 2**24
@@ -177,7 +177,7 @@ class _Averaged:
     def update(self, weight: float) -> None:
         """Interpolate from the averages to the current float32 values by a weight."""
         for averages, read in self._groups:
-            foreach_lerp_(averages, read(), weight)
+            foreach_lerp_(local_tensors(averages), local_tensors(read()), weight)
 
     @torch.no_grad()
     def write_to_model(self, averages: dict[str, torch.Tensor], undo: ExitStack) -> None:
