@@ -331,6 +331,8 @@ def test_a_sharded_model_that_has_run_is_refused_at_o2_only(two):
         ("keep_full", "fully_shard(model.get_submodule('blocks.0.up'))"),
         ("batch norm", "fully_shard(model.get_submodule('1'))"),
         ("channels_last", "mezzo.channels_last(model) before that"),
+        ("convert", "Convert a model that is not sharded"),
+        ("advise", "Advise before fully_shard"),
         ("capture", "cannot be captured"),
     ],
 )
