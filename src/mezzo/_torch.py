@@ -564,6 +564,29 @@ def _fsdp_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     return list(reversed(states.values()))
 
 
+def fsdp_shards(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the shards of the parameters that a sharded model holds gathered, by the ids of those.
+
+    After a forward pass without a backward pass these are the parameters of the root, and of the
+    modules with another `reshard_after_forward` than True, until the next backward pass.
+    """
+    return {
+        id(gathered): parameter.sharded_param
+        for _, state in _fsdp_states(model)
+        for group in _param_groups(state)
+        for parameter in group.fsdp_params
+        for place in [_attribute(parameter, "_module_info")]
+        for gathered in [getattr(place.module, place.param_name)]
+        if gathered is not parameter.sharded_param
+    }
+
+
+def reshard(model: nn.Module) -> None:
+    """Let a sharded model free the parameters that it holds gathered. All ranks do it together."""
+    for module, _ in _fsdp_states(model):
+        _attribute(module, "reshard")()
+
+
 def set_sharded_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
     """Set the data of a parameter that is a DTensor to a DTensor of any dtype.
 

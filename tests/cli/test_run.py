@@ -366,6 +366,24 @@ def test_a_rank_that_fails_is_named_in_the_report(tmp_path):
     assert "<h1>Rank 1 ended with RuntimeError: the disk is full.</h1>" in page
 
 
+def test_a_sharded_model_that_is_evaluated_last_is_observed(tmp_path):
+    text = (
+        "import torch\n"
+        "from torch import distributed\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "distributed.init_process_group('gloo')\n"
+        "net, x = fully_shard(torch.nn.Linear(2, 2)), torch.ones(4, 2)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net(x).sum().backward(); optimizer.step()\n"
+        "with torch.no_grad(): net(x)\n"
+        "distributed.destroy_process_group()\n"
+    )
+    ranks = run_mezzo_ranks(tmp_path, "run", script(tmp_path, text))
+    assert [one.code for one in ranks] == [0, 0], ranks
+    assert "Healthy: 1 step" in ranks[0].stderr
+    assert "observed" not in ranks[0].stderr
+
+
 @pytest.mark.exhaustive
 def test_torchrun_leaves_one_report(tmp_path):
     process = start_python(

@@ -496,6 +496,13 @@ def test_clipping_equals_clip_grad_norm(clip_norm: float, scale: float | None):
         assert twins.are_equal(), twins.seed
 
 
+def test_the_norm_of_what_is_no_optimizer_is_refused():
+    model = nn.Linear(2, 1)
+    for other in (model, model.parameters()):
+        with pytest.raises(mezzo.PolicyError, match="grad_norm takes an optimizer, got"):
+            mezzo.grad_norm(other)
+
+
 def test_without_clipping_no_norm_is_computed():
     twins = Twins(OPTIMIZERS["SGD"], "split")
     twins.set_gradients()

@@ -661,6 +661,34 @@ def an_evaluation_step_and_an_average_take_the_wrapper(rank):
 
 
 @scenario
+def a_parameter_that_is_added_to_the_optimizer_is_reduced(rank):
+    model, _ = make_pair()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1, momentum=0.9)
+    mezzo.decorate(model, optimizer, "O2", dtype="bfloat16")
+    step = mezzo.TrainStep(DistributedDataParallel(model), mse, optimizer)
+    train(step, rank, 2)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    before = weights(model)
+    train(step, rank, 3)
+    assert not torch.equal(weights(model)["0.weight"], before["0.weight"])
+    assert_equal_on_all_ranks(step, model)
+
+
+@scenario
+def a_model_is_compiled_before_it_is_wrapped(rank):
+    for level in ("O1", "O2"):
+        model, optimizer = make_pair()
+        mezzo.decorate(model, optimizer, level, dtype="bfloat16")
+        ddp = DistributedDataParallel(torch.compile(model, backend="eager"))
+        step = mezzo.TrainStep(ddp, mse, optimizer)
+        other, other_model = make_step(level, "bfloat16")
+        torch.testing.assert_close(train(step, rank, 3), train(other, rank, 3), rtol=0, atol=0)
+        torch.testing.assert_close(weights(model), weights(other_model), rtol=0, atol=0)
+        assert mezzo.EvalStep(ddp).model is model
+        assert list(mezzo.EMA(ddp).state_dict()) == list(weights(model))
+
+
+@scenario
 def channels_last_of_a_wrapped_model_raises(rank):
     model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -22,8 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
@@ -229,6 +231,113 @@ def four_ranks_continue_as_two(folder: Path) -> Any:
     )
 
 
+def whole_averages_after(evaluate: Callable[[nn.Module, mezzo.EMA], Any]) -> Any:
+    """Return weights and averages of shards that were evaluated after each update."""
+    model, optimizer = half_sharded("split")
+    average = mezzo.EMA(model, decay=0.5)
+    for _ in range(3):
+        train(model, optimizer, 1)
+        evaluate(model, average)
+        average.update()
+    return snapshot(model, optimizer), whole(average.state_dict())
+
+
+@torch.no_grad()
+def output_with_averages(model: nn.Module, average: mezzo.EMA) -> torch.Tensor:
+    with average.applied():
+        return model.eval()(torch.ones(1, 6))
+
+
+@torch.no_grad()
+def evaluate_twice(model: nn.Module, average: mezzo.EMA) -> None:
+    # The root keeps what it has gathered after a pass without gradients.
+    model.eval()(torch.ones(1, 6))
+    output_with_averages(model, average)
+    model.train()
+
+
+def evaluations_change_no_weight_and_no_average(_: Path) -> bool:
+    return same(whole_averages_after(evaluate_twice), whole_averages_after(lambda *_: None))
+
+
+def what_a_model_holds_gathered_is_read_from_its_shards(_: Path) -> Any:
+    """Evaluate a model, then read what optimizers, scalers and checkpoints need of it."""
+    model, optimizer = half_sharded("split")
+    train(model, optimizer)
+    expected = whole(dict(mezzo.master_params(model)))
+    names = list(expected)
+    with torch.no_grad():
+        model(torch.ones(1, 6))
+    gathered = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+    exact = same(whole(dict(mezzo.master_params(model))), expected)
+    mezzo.TrainStep(model, nn.functional.mse_loss, optimizer)
+    scaler = mezzo.GradScaler("cpu")
+    scaler.register_parameter_names(model)
+    scaler.scale(model(torch.full((1, 6), torch.inf)).sum()).backward()
+    source = scaler.step(optimizer).first_nonfinite
+    return gathered, exact, names, list(mezzo.master_params(optimizer)), source
+
+
+def other_groups_of_modules_are_loaded(folder: Path) -> dict[str, bool]:
+    """Save with norms in a group of their own and load into one with norms, and the reverse."""
+
+    def make(master: str, seed: int, *, apart: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model = network(seed)
+        for layer in (model[0], model[3], model) if apart else (model,):
+            fully_shard(layer)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master=master)
+
+    equal = {}
+    for master in MASTERS[1:]:
+        for apart in (True, False):
+            first, second = make(master, 0, apart=apart), make(master, 1, apart=not apart)
+            train(*first)
+            path = folder / f"{master}-{apart}"
+            mezzo.save_checkpoint(path, *first)
+            mezzo.load_checkpoint(path, *second)
+            loaded = [mezzo.master_params(pair[0])["0.weight"] for pair in (first, second)]
+            equal[path.name] = same(*map(whole, loaded))
+    return equal
+
+
+def averages_follow_a_model_that_is_sharded_in_part(_: Path) -> bool:
+    """Average plain parameters and shards of tensor parallelism in one model."""
+    averages = []
+    for is_split in (True, False):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4), nn.LayerNorm(4))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        if is_split:
+            mesh = init_device_mesh("cpu", (2,))
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        average = mezzo.EMA(model, decay=0.5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+        average.update()
+        averages.append(whole(average.state_dict()))
+    return same(*averages)
+
+
+def averages_are_an_extra_value(folder: Path) -> Any:
+    model, optimizer = half_sharded("split")
+    average = mezzo.EMA(model, decay=0.5)
+    train(model, optimizer)
+    average.update()
+    extra = {"averages": [average.state_dict(), torch.ones(1)], "epoch": 3}
+    mezzo.save_checkpoint(folder / "run", model, optimizer, **extra)
+    expected = output_with_averages(model, average)
+    other, other_optimizer = half_sharded("split", seed=1)
+    average = mezzo.EMA(other)
+    loaded = mezzo.load_checkpoint(folder / "run", other, other_optimizer)
+    average.load_state_dict(loaded["averages"][0])
+    values = {type(one) for one in loaded["averages"][0].values()}
+    others = loaded["averages"][1].tolist(), loaded["epoch"]
+    return torch.equal(output_with_averages(other, average), expected), values, others
+
+
 SCENARIOS: dict[str, Scenario] = {
     function.__name__: function
     for function in (
@@ -240,6 +349,11 @@ SCENARIOS: dict[str, Scenario] = {
         a_sharded_pair_is_saved_to_a_folder,
         another_model_is_refused_and_changes_nothing,
         four_ranks_continue_as_two,
+        evaluations_change_no_weight_and_no_average,
+        what_a_model_holds_gathered_is_read_from_its_shards,
+        averages_are_an_extra_value,
+        averages_follow_a_model_that_is_sharded_in_part,
+        other_groups_of_modules_are_loaded,
     )
 }
 KINDS = [*MASTERS, "sharded", *(f"shards of {master}" for master in MASTERS[1:])]
@@ -415,6 +529,36 @@ def test_the_file_of_replicas_is_loaded_by_one_process(saved, folder: Path):
     mezzo.decorate(model, optimizer, "O2", dtype="bfloat16", master="split")
     mezzo.load_checkpoint(folder / "four" / "run.pt", model, optimizer)
     assert same(snapshot(model, optimizer), saved[1])
+
+
+def test_evaluations_change_no_weight_and_no_average(results):
+    assert of(results, evaluations_change_no_weight_and_no_average) == [True, True]
+
+
+def test_what_a_model_holds_gathered_is_read_from_its_shards(results):
+    for gathered, exact, names, of_optimizer, source in of(
+        results, what_a_model_holds_gathered_is_read_from_its_shards
+    ):
+        assert gathered == ["1.weight", "1.bias"]
+        assert exact
+        assert of_optimizer == names
+        assert source == "0.weight"
+
+
+def test_averages_follow_a_model_that_is_sharded_in_part(results):
+    assert of(results, averages_follow_a_model_that_is_sharded_in_part) == [True, True]
+
+
+def test_other_groups_of_modules_are_loaded(results):
+    for equal in of(results, other_groups_of_modules_are_loaded):
+        assert equal == dict.fromkeys(equal, True)
+
+
+def test_averages_are_an_extra_value_of_a_folder_of_shards(results):
+    for equal, types, others in of(results, averages_are_an_extra_value):
+        assert equal
+        assert types == {torch.Tensor}
+        assert others == ([1.0], 3)
 
 
 def test_an_incomplete_folder_is_not_loaded(saved, folder: Path, tmp_path: Path):

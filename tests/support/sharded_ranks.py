@@ -519,6 +519,8 @@ def _refused(rank: int) -> dict[str, str]:
                 convolution, nn.functional.mse_loss, adamw(convolution), channels_last=True
             )
         ),
+        "convert": message_of(lambda: mezzo.convert(shard(make_model()), (torch.ones(2, 8),))),
+        "advise": message_of(lambda: mezzo.advise(shard(make_model()), torch.ones(2, 8))),
         "capture": message_of(
             lambda: mezzo.TrainStep(
                 partly, nn.functional.mse_loss, adamw(partly), dtype="bfloat16", capture=True

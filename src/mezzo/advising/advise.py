@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mezzo._dtypes import HALF_DTYPES, dtype_name
-from mezzo._errors import MezzoError, PolicyError
+from mezzo._errors import MezzoError, PolicyError, UnsupportedError
 from mezzo._hardware import hardware
 from mezzo.advising.advice import (
     Advice,
@@ -30,6 +30,7 @@ from mezzo.advising.timing import interleaved_times, time_ops, unsteady
 from mezzo.prepare.arguments import Optimizers, unwrapped
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.rng_state import capture_rng_state, restore_rng_state
+from mezzo.prepare.sharding import is_sharded_model
 
 _TOP = 10
 _SHOWN = 60
@@ -250,6 +251,12 @@ def _read(
 ) -> Workload:
     if not isinstance(model, nn.Module):
         raise PolicyError(f"advise takes a model first, got {type(model).__name__}.")
+    if is_sharded_model((unwrapped(model),)):
+        raise UnsupportedError(
+            "The model is sharded by FSDP2 or tensor parallelism, and copies of it are compared."
+            " Advise before fully_shard; mezzo.estimate(model, ranks=...) tells the memory of"
+            " shards."
+        )
     if any(decoration_of(module) is not None for module in unwrapped(model).modules()):
         raise PolicyError(
             "The model is decorated, and each level is applied to a copy of the plain model. Call"

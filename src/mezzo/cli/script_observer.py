@@ -32,6 +32,7 @@ from mezzo.observing.run import Run, observe
 from mezzo.policy.policy import Policy
 from mezzo.prepare.arguments import uncompiled, unwrapped
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import named_shards
 from mezzo.scaling.scaler import GradScaler
 from mezzo.step.base import Step
 
@@ -141,7 +142,9 @@ class ScriptObserver:
         attachment = run._attachment
         if attachment is None:
             return []
-        inside = {id(parameter) for model in attachment.models for parameter in model.parameters()}
+        inside = {
+            id(parameter) for model in attachment.models for _, parameter in named_shards(model)
+        }
         trained = [
             parameter for optimizer in attachment.optimizers for parameter in parameters(optimizer)
         ]
@@ -191,7 +194,9 @@ class ScriptObserver:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._is_done or not self._optimizers or not torch.is_grad_enabled():
             return
-        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        trained = {
+            id(parameter) for _, parameter in named_shards(module) if parameter.requires_grad
+        }
         optimizers = [
             optimizer for optimizer in self._optimizers.values() if _steps_any(optimizer, trained)
         ]

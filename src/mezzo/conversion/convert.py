@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzo._torch import require
+from mezzo._errors import UnsupportedError
+from mezzo._torch import fsdp_groups, require
 from mezzo.conversion.converted import Converted
 from mezzo.policy.parse import ConditionalArg
 from mezzo.policy.policy import Policy
@@ -63,6 +64,7 @@ def convert(
 
     Raises:
         ConversionError: `torch.export` cannot trace the model, or the examples do not fit it.
+        UnsupportedError: The model is sharded.
         PolicyError: An op in a list is not in the graph, or an exclusion matches nothing.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -71,6 +73,12 @@ def convert(
     [('linear', 'bfloat16'), ('relu', 'bfloat16'), ('linear_1', 'float32')]
     """
     require("conversion")
+    if isinstance(model, nn.Module) and fsdp_groups(model):
+        raise UnsupportedError(
+            "The model is sharded by FSDP2, and a conversion needs whole weights. Convert a model"
+            " that is not sharded, with the weights of get_model_state_dict(model,"
+            " options=StateDictOptions(full_state_dict=True))."
+        )
     # Imported late: torch.export would add a second to `import mezzo`.
     from mezzo.conversion.pipeline import convert_model  # noqa: PLC0415
 

@@ -23,6 +23,7 @@ from mezzo.integrations.precision import Optimizer, PrecisionPlugin, import_extr
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.plan import PolicyArg
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import named_shards
 from mezzo.step.components import ScalerArg
 
 _USES_LIGHTNING = "lightning" in sys.modules or (
@@ -154,7 +155,7 @@ def _models_of(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> 
     """Return the models with a parameter of an optimizer."""
     held = {id(parameter) for optimizer in optimizers for parameter in parameters(optimizer)}
     found = [
-        model for model in models if any(id(parameter) in held for parameter in model.parameters())
+        model for model in models if any(id(shard) in held for _, shard in named_shards(model))
     ]
     if not found:
         raise UnsupportedError(

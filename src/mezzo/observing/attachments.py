@@ -19,6 +19,7 @@ from mezzo.observing.numerics import named_models
 from mezzo.scaling import observed_scaler
 from mezzo.scaling.gradient_counts import GradientCounts
 from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import named_shards
 from mezzo.scaling.observed_scaler import Scaler
 from mezzo.step.base import Step
 from mezzo.step.inputs import Call
@@ -53,7 +54,7 @@ class Attachment:
         self._names = {
             id(parameter): prefix + name
             for prefix, model in named_models(models)
-            for name, parameter in model.named_parameters()
+            for name, parameter in named_shards(model)
         }
         self.counts: GradientCounts | None = None
         """Counts of the gradients; None if nothing checks them."""

@@ -32,6 +32,7 @@ from mezzo.observing.tensor_stats import (
 )
 from mezzo.optim.master_weights import MasterWeights, version_of
 from mezzo.prepare.master_params import ModelMasters
+from mezzo.scaling.mesh import named_shards
 
 _P = ParamSpec("_P")
 
@@ -103,7 +104,7 @@ class NumericsCollector:
         trained: dict[Any, dict[str, nn.Parameter]] = {}
         for prefix, model in named_models(self._models):
             masters = ModelMasters(model)
-            for name, parameter in model.named_parameters():
+            for name, parameter in named_shards(model):
                 if not parameter.is_floating_point():
                     continue
                 parameters[prefix + name] = parameter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mezzo._errors import UnsupportedError
+from mezzo._errors import PolicyError, UnsupportedError
 from mezzo.optim.binding import Optimizer, optimizer_binding
 
 
@@ -20,6 +20,7 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
         as `.item()` does, synchronizes.
 
     Raises:
+        PolicyError: This is not an optimizer.
         UnsupportedError: The optimizer computes no norm, or has not stepped yet.
 
     >>> import mezzo
@@ -31,6 +32,11 @@ def grad_norm(optimizer: Optimizer) -> torch.Tensor:
     >>> mezzo.grad_norm(optimizer)
     tensor(5.)
     """
+    if not isinstance(optimizer, Optimizer):
+        raise PolicyError(
+            f"grad_norm takes an optimizer, got {type(optimizer).__name__}. Pass the optimizer that"
+            " was decorated; for gradients of a model call torch.nn.utils.get_total_norm."
+        )
     binding = optimizer_binding(optimizer)
     if binding is None or not binding.computes_norm:
         raise UnsupportedError(

@@ -83,18 +83,40 @@ class MasterWeights:
         value = self._shard(parameter.detach())
         rounded, companion = self.format.split(value.float(), dtype)
         set_local(parameter, _with_strides_of(value, rounded))
-        sample = sampled(parameter).clone() if self.format.sampled else None
-        self._companions[parameter] = (
-            None
-            if companion is None
-            else Companion(self.format, _with_strides_of(value, companion), sample)
-        )
-        self._mark_current(parameter)
-        self.generation += 1
+        self._add(parameter, companion, value)
+
+    def take_over(self, parameter: torch.Tensor, owner: MasterWeights) -> None:
+        """Store the float32 value of a 16-bit parameter that other masters have stored so far.
+
+        Its memory and dtype stay: a captured graph may read it, and with another dtype it would
+        lose the autograd node whose hooks DistributedDataParallel waits for.
+        """
+        self._has_shards |= is_sharded(parameter)
+        value = owner.read(parameter)
+        owner._remove(parameter)
+        companion = self.format.split(self._shard(value), parameter.dtype)[1]
+        self._add(parameter, companion, self._shard(parameter.detach()))
+        self.write(parameter, value)
 
     def release(self, parameter: Parameter) -> None:
         """Cast a parameter back to float32 with its master value, and remove it."""
         set_local(parameter, local(self.read(parameter)))
+        self._remove(parameter)
+
+    def _add(
+        self, parameter: torch.Tensor, companion: torch.Tensor | None, like: torch.Tensor
+    ) -> None:
+        """Store the companion of a parameter, with the strides of another tensor."""
+        sample = sampled(parameter).clone() if self.format.sampled else None
+        self._companions[parameter] = (
+            None
+            if companion is None
+            else Companion(self.format, _with_strides_of(like, companion), sample)
+        )
+        self._mark_current(parameter)
+        self.generation += 1
+
+    def _remove(self, parameter: torch.Tensor) -> None:
         self._mark_current(parameter)
         del self._companions[parameter], self._versions[id(parameter)]
         self.generation += 1

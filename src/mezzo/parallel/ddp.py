@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo._dtypes import dtype_name
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._torch import communication_hooks, reducer_refusal, renew_reducer
-from mezzo.prepare.arguments import Optimizer, is_inside_ddp, models_of
+from mezzo.prepare.arguments import Optimizer, is_inside_ddp, models_of, uncompiled
 from mezzo.scaling.gradients import parameters
 
 REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -245,9 +245,9 @@ def find_ddp_wrappers(models: Any, reduce_dtype: str | torch.dtype | None = None
 
 
 def inner_models(models: Any) -> tuple[nn.Module, ...]:
-    """Return the models that were passed to a step, without their wrappers."""
+    """Return the models that were passed to a step, without their wrappers and uncompiled."""
     return tuple(
-        model.module if isinstance(model, DistributedDataParallel) else model
+        uncompiled(model.module) if isinstance(model, DistributedDataParallel) else model
         for model in models_of(models)
     )
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from mezzo._errors import PolicyError, UnsupportedError
 from mezzo._torch import loaded
 from mezzo.scaling.gradients import parameters
-from mezzo.scaling.mesh import any_sharded, is_sharded
+from mezzo.scaling.mesh import any_sharded, is_sharded, named_shards
 
 Optimizer = torch.optim.Optimizer
 Models = nn.Module | Sequence[Any]
@@ -102,12 +102,12 @@ def models_of(argument: Any) -> tuple[nn.Module, ...]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel or DataParallel.
+    """Return the model inside DistributedDataParallel or DataParallel, which may be compiled there.
 
     A checkpoint of it can be loaded with and without the wrapper.
     """
     if isinstance(model, DistributedDataParallel | DataParallel):
-        inner: nn.Module = model.module
+        inner: nn.Module = uncompiled(model.module)
         return inner
     return model
 
@@ -267,7 +267,7 @@ def _refuse_without_values(model: nn.Module) -> None:
 
 def _check_parameters(targets: Targets) -> None:
     """Raise `PolicyError` unless each optimizer has parameters of the models that no other has."""
-    of_models = {id(parameter) for model in targets.models for parameter in model.parameters()}
+    of_models = {id(parameter) for model in targets.models for _, parameter in named_shards(model)}
     owners: dict[int, Optimizer] = {}
     for optimizer in targets.optimizers:
         own = parameters(optimizer)

@@ -165,6 +165,7 @@ def _save_folder(
             "The state of an optimizer of sharded parameters is saved by their names. Pass the"
             " model too: save_checkpoint(path, model, optimizer)."
         )
+    extra, extra_shards = checkpoint_folder.take_shards(extra)
     run = {
         "counts": {"model": len(models), "optimizer": len(optimizers)},
         "step": None if step is None else step.run_state(),
@@ -174,7 +175,7 @@ def _save_folder(
     }
     for name, part in run.items():
         checkpoint_parts.refuse_unreadable(name, part)
-    checkpoint_folder.save(Path(path), models, optimizers, run_state.pack(run))
+    checkpoint_folder.save(Path(path), models, optimizers, run_state.pack(run), extra_shards)
 
 
 def load_checkpoint(
@@ -207,7 +208,7 @@ def load_checkpoint(
         strict: With False the model may have other parameters than the file, but not other shapes.
 
     Returns:
-        The values that were saved as `**extra`.
+        The values that were saved as `**extra`. Sharded tensors among them are whole, on the CPU.
 
     Raises:
         CheckpointError: The file is damaged, lacks a part, or does not fit.
@@ -307,8 +308,7 @@ def _load_folder(
         if step:
             step[0].load_run_state(run["step"])
         restore_own_rng_state()
-    extra: dict[str, Any] = run["extra"]
-    return extra
+    return checkpoint_folder.load_extra(folder, run["extra"])
 
 
 def _parts_of_run(run: dict[str, Any]) -> dict[str, Any]:

@@ -10,24 +10,30 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from mezzo._casting import map_tensors
 from mezzo._errors import CheckpointError
-from mezzo.optim.companion import KEYS, without_companion, without_sample
+from mezzo.optim.companion import without_companion, without_sample
+from mezzo.optim.state_dict_checks import OUR_KEYS
 from mezzo.prepare import ranks
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import has_exact_masters
 from mezzo.prepare.model_state_dict import exact_state_dict
 from mezzo.scaling.gradients import parameters
-from mezzo.scaling.mesh import any_sharded
+from mezzo.scaling.mesh import any_sharded, named_shards
+from mezzo.scaling.mesh import is_sharded as is_shard
 
 _METADATA = ".metadata"
 """The file that torch writes last."""
 _RUN = "run"
+_EXTRA = "extra."
+"""Begins the names of the sharded tensors among the extra values; their number follows."""
 
 
 def is_sharded(models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()) -> bool:
@@ -36,9 +42,8 @@ def is_sharded(models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()
     >>> is_sharded([nn.Linear(1, 1)])
     False
     """
-    return any_sharded(
-        chain(*(model.parameters() for model in models), *map(parameters, optimizers))
-    )
+    of_models = (parameter for model in models for _, parameter in named_shards(model))
+    return any_sharded(chain(of_models, *map(parameters, optimizers)))
 
 
 def is_complete(path: Path) -> bool:
@@ -55,18 +60,37 @@ def is_folder(path: Path) -> bool:
 
 
 def save(
-    path: Path, models: tuple[nn.Module, ...], optimizers: tuple[Optimizer, ...], packed: bytes
+    path: Path,
+    models: tuple[nn.Module, ...],
+    optimizers: tuple[Optimizer, ...],
+    packed: bytes,
+    extra_shards: dict[str, torch.Tensor],
 ) -> None:
     """Save shards and a packed run state to a folder. All ranks must call this."""
     from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-    content = {_RUN: packed, **_states(models, optimizers)}
+    content = {_RUN: packed, **extra_shards, **_states(models, optimizers)}
     target = path.absolute()
     temporary = target.with_name(f".{target.name}.part")
     ranks.on_rank_0(lambda: _prepare_target(path, target, temporary))
     with _without_warning():
         save_shards(content, checkpoint_id=temporary)
     ranks.on_rank_0(lambda: _replace(target, temporary))
+
+
+def take_shards(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return extra values with an empty tensor for each sharded one, and these by name."""
+    numbers = count()
+    shards: dict[str, torch.Tensor] = {}
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        name = f"{_EXTRA}{next(numbers)}"
+        if not is_shard(tensor):
+            return tensor
+        shards[name] = tensor
+        return torch.empty(0)
+
+    return map_tensors(extra, take), shards
 
 
 def _prepare_target(path: Path, target: Path, temporary: Path) -> None:
@@ -155,18 +179,46 @@ def load(
         )
 
 
+def load_extra(path: Path, extra: dict[str, Any]) -> dict[str, Any]:
+    """Return extra values with those that were sharded whole, on the CPU."""
+    wholes = {
+        name: torch.empty(saved.size, dtype=saved.properties.dtype)
+        for name, saved in _metadata(path).items()
+        if name.startswith(_EXTRA)
+    }
+    if not wholes:
+        return extra
+    _read(path, wholes, strict=True)
+    numbers = count()
+    whole: dict[str, Any] = map_tensors(
+        extra, lambda tensor: wholes.get(f"{_EXTRA}{next(numbers)}", tensor)
+    )
+    return whole
+
+
 def _saved_names(path: Path) -> set[str]:
+    return set(_metadata(path))
+
+
+def _metadata(path: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    return set(FileSystemReader(path).read_metadata().state_dict_metadata)
+    return dict(FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
 def _drop_missing(states: dict[str, Any], prefix: str, saved: set[str]) -> None:
-    """Remove the states of parameters that had none when the checkpoint was saved."""
+    """Remove what was not saved: the states of parameters that had none, and entries of mezzo.
+
+    Norms have masters in 16-bit groups only.
+    """
     present = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
     prefixes = {name[:place] for name in present for place in _dots(name)}
     for name in set(states) - prefixes:
         del states[name]
+    for name, entries in states.items():
+        for entry in OUR_KEYS & entries.keys():
+            if f"{name}.{entry}" not in present:
+                del entries[entry]
 
 
 def _dots(name: str) -> list[int]:
@@ -183,7 +235,7 @@ def _refuse_more(path: Path, name: str, own: set[str], saved: set[str]) -> None:
     more = sorted(
         name
         for name in saved
-        if name.startswith(prefix) and name not in own and name.rpartition(".")[2] not in KEYS
+        if name.startswith(prefix) and name not in own and name.rpartition(".")[2] not in OUR_KEYS
     )
     if more:
         raise CheckpointError(

@@ -12,12 +12,13 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo._errors import CheckpointError, PolicyError, UnsupportedError
-from mezzo._torch import foreach_lerp_
+from mezzo._torch import foreach_lerp_, fsdp_shards, reshard
 from mezzo.autocasting.regions import clear_weight_cache
 from mezzo.optim.master_weights import MasterWeights
 from mezzo.prepare.arguments import Optimizer, models_of, unwrapped
 from mezzo.prepare.decoration import Decoration
 from mezzo.prepare.master_params import ModelMasters, is_narrow, widened
+from mezzo.scaling.mesh import local_tensors, placed_like
 
 _get: Callable[[Any, Any], Any] = dict.get
 _MAX_GROUP_ELEMENTS = 2**24
@@ -85,17 +86,20 @@ class EMA:
         Parameters, masters and buffers are written in place and restored to the bit. Captured
         evaluation steps, `model.state_dict()`, `mezzo.master_params` and `mezzo.save_checkpoint`
         use the averaged weights meanwhile. A training step inside raises an error; other changes of
-        weights or buffers are undone.
+        weights or buffers are undone. All ranks of a sharded model do this together.
         """
         averaged = self._current()
         with ExitStack() as undo:
             # An autocast region around the `with` may have cached 16-bit copies of the weights.
             undo.callback(clear_weight_cache)
+            # Nor may a sharded model keep weights that it gathered before, or gathers inside.
+            undo.callback(reshard, self.model)
             refusal = _RefuseSteps(averaged.tensors)
             undo.callback(register_optimizer_step_pre_hook(refusal).remove)
             for decoration in averaged.decorations:
                 undo.enter_context(decoration.holding_averages())
             averaged.write_to_model(self._averages, undo)
+            reshard(self.model)
             clear_weight_cache()
             yield self.model
 
@@ -109,7 +113,7 @@ class EMA:
         self._current()
         _check_state_fits(self._averages, state_dict)
         for name, average in self._averages.items():
-            average.copy_(state_dict[name])
+            average.copy_(placed_like(average, state_dict[name]))
 
     def _current(self) -> _Averaged:
         """Return the averaged tensors, found again if the model was decorated, moved or cast."""
@@ -137,7 +141,10 @@ class _Averaged:
     ) -> None:
         self._model, self._masters = model, ModelMasters(model)
         self.decorations: list[Decoration] = self._masters.decorations
-        self.tensors: list[torch.Tensor] = [place.tensors[place.key] for place in places]
+        self._shards = fsdp_shards(model)
+        self.tensors: list[torch.Tensor] = [
+            self._shard(place.tensors[place.key]) for place in places
+        ]
         self._names = [place.name for place in places]
         self._dicts, self._keys = (
             [place.tensors for place in places],
@@ -151,6 +158,10 @@ class _Averaged:
         for name, tensor in zip(self._names, self.tensors, strict=True):
             averages[name] = _average_for(tensor, averages.get(name), self._masters)
         self._groups = _group(self.tensors, masters, [averages[name] for name in self._names])
+
+    def _shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the shard of a parameter that FSDP2 holds gathered; other tensors as they are."""
+        return self._shards.get(id(tensor), tensor)
 
     def is_current(self) -> bool:
         """Return whether the model still has these tensors, at their addresses, and masters.
@@ -166,12 +177,13 @@ class _Averaged:
     def update(self, weight: float) -> None:
         """Interpolate from the averages to the current float32 values by a weight."""
         for averages, read in self._groups:
-            foreach_lerp_(averages, read(), weight)
+            foreach_lerp_(local_tensors(averages), local_tensors(read()), weight)
 
     @torch.no_grad()
     def write_to_model(self, averages: dict[str, torch.Tensor], undo: ExitStack) -> None:
         """Write the averages to the model; `undo` gets what restores all parameters and buffers."""
-        tensors = dict.fromkeys([*self.tensors, *self._model.parameters(), *self._model.buffers()])
+        parameters = map(self._shard, self._model.parameters())
+        tensors = dict.fromkeys([*self.tensors, *parameters, *self._model.buffers()])
         for tensor in tensors:
             masters = self._masters.masters(tensor)
             undo.callback(_backup(tensor) if masters is None else masters.backup(tensor))

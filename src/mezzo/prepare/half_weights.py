@@ -75,15 +75,9 @@ class HalfWeights:
 
     def hand_over(self, tensor: torch.Tensor, masters: MasterWeights) -> None:
         """Store the float32 value of a tensor in other masters from now on."""
-        record, parameter = self._records[tensor], typed("Parameter", tensor)
-        data, gradient, grad_dtype = local(tensor.data), tensor.grad, tensor.grad_dtype
+        record = self._records[tensor]
+        masters.take_over(tensor, record.masters)
         self._records[tensor] = replace(record, masters=masters)
-        parameter.grad = None
-        record.masters.release(parameter)
-        masters.adopt(parameter, data.dtype)
-        # Keep its memory: a captured graph may read it there.
-        data.copy_(local(parameter.data))
-        _set_tensors(parameter, data, gradient, grad_dtype)
 
     def refuse_changed(self) -> None:
         """Raise `UnsupportedError` if a tensor was cast, moved or reshaped since `convert`."""

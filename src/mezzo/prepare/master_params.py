@@ -14,6 +14,7 @@ from mezzo.optim.master_weights import MasterWeights
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.decoration import decoration_of
 from mezzo.prepare.model_state_dict import decorations_of
+from mezzo.scaling.mesh import named_shards
 
 
 class MasterParams(dict[str, torch.Tensor]):
@@ -79,7 +80,7 @@ def master_params(source: nn.Module | Optimizer) -> MasterParams:
         )
     masters = ModelMasters(source)
     return MasterParams(
-        ((name, masters.current(parameter)) for name, parameter in source.named_parameters()),
+        ((name, masters.current(parameter)) for name, parameter in named_shards(source)),
         (masters.current(buffer) for buffer in source.buffers()),
     )
 
@@ -128,7 +129,7 @@ def _names_in_models(optimizer: Optimizer) -> dict[int, str]:
     return {
         id(parameter): f"models[{index}].{name}" if len(models) > 1 else name
         for index, model in reversed(list(enumerate(models)))
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_shards(model)
     }
 
 

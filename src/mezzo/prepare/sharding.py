@@ -31,7 +31,7 @@ from mezzo.policy.types import NORMS, Level, Master, Selector
 from mezzo.prepare.arguments import Optimizer
 from mezzo.prepare.keep_full import KeepFull
 from mezzo.scaling.gradients import parameters
-from mezzo.scaling.mesh import any_sharded, is_sharded, mesh_of
+from mezzo.scaling.mesh import any_sharded, is_sharded, mesh_of, named_shards
 
 Models = tuple[nn.Module, ...]
 
@@ -293,7 +293,7 @@ def refuse_replaced_parameters(optimizer: Optimizer, models: Models) -> Callable
     decorated = parameters(optimizer)
     if any_sharded(decorated):
         return _do_nothing
-    check = partial(_check_parameters, optimizer, decorated, models)
+    check = partial(refuse_lost_parameters, optimizer, decorated, models)
     binding = optimizer_binding(optimizer)
     if binding is not None:
         return binding.check_first_step_with(check)
@@ -319,8 +319,11 @@ def _do_nothing() -> None:
     pass
 
 
-def _check_parameters(optimizer: Optimizer, decorated: list[torch.Tensor], models: Models) -> None:
-    present = {id(parameter) for model in models for parameter in model.parameters()}
+def refuse_lost_parameters(
+    optimizer: Optimizer, decorated: list[torch.Tensor], models: Models
+) -> None:
+    """Raise `UnsupportedError` if sharded models lack parameters of an optimizer, or others all."""
+    present = {id(parameter) for model in models for _, parameter in named_shards(model)}
     lost = [parameter for parameter in decorated if id(parameter) not in present]
     sharded = is_sharded_model(models)
     if lost and (sharded or len(lost) == len(decorated)):

@@ -8,16 +8,16 @@ makes all processes clip and skip alike. Nothing here synchronizes with the host
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
-from mezzo._torch import foreach_norm, set_sharded_data
+from mezzo._torch import foreach_norm, fsdp_shards, set_sharded_data
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +43,17 @@ def any_sharded(tensors: Iterable[torch.Tensor]) -> bool:
 def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether one tensor is a `DTensor`."""
     return any_sharded((tensor,))
+
+
+def named_shards(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model by name; those that FSDP2 holds gathered as their shards.
+
+    These are what optimizers have. `model.named_parameters()` yields gathered ones after a forward
+    pass without a backward pass.
+    """
+    shards = fsdp_shards(model)
+    for name, parameter in model.named_parameters():
+        yield name, shards.get(id(parameter), parameter)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +83,18 @@ def sharded_like(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
     )
 
 
-def set_local(parameter: torch.nn.Parameter, shard: torch.Tensor) -> None:
+def placed_like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is whole on all ranks sharded like another; a sharded one as it is."""
+    if not is_sharded(tensor) or is_sharded(values):
+        return values
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - slow to import
+
+    whole = values.to(tensor.device)
+    # Without a source each rank takes its own part, and none is sent.
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+
+
+def set_local(parameter: nn.Parameter, shard: torch.Tensor) -> None:
     """Replace the shard of a parameter, or the data of a plain one, by a tensor of any dtype."""
     if is_sharded(parameter):
         set_sharded_data(parameter, sharded_like(parameter, shard))

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mezzo._launch import AsyncCopy
 from mezzo.scaling import check_unscale
 from mezzo.scaling.gradient_counts import CountedGradients, GradientCounts
+from mezzo.scaling.mesh import named_shards
 from mezzo.scaling.schedule_sync import groups_of
 
 
@@ -93,7 +94,7 @@ class ParameterNames:
 
     def register(self, model: nn.Module) -> None:
         """Use the names of a model's parameters. Does not keep the model alive."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_shards(model):
             self._registered[parameter] = name
 
     def name_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:

@@ -24,7 +24,9 @@ from mezzo._dtypes import dtype_name
 from mezzo._torch import communication_hooks
 from mezzo.parallel.process_groups import HostGroup, check_agreement
 from mezzo.prepare.arguments import Optimizer
-from mezzo.scaling.mesh import mesh_of
+from mezzo.prepare.sharding import is_sharded_model, refuse_lost_parameters
+from mezzo.scaling.gradients import parameters
+from mezzo.scaling.mesh import mesh_of, named_shards
 from mezzo.scaling.schedule_sync import groups_of
 from mezzo.step.components import StepComponents
 from mezzo.step.cuda_graph import CaptureFailed, HostDrawsFound
@@ -46,7 +48,9 @@ def process_groups(components: StepComponents) -> tuple[distributed.ProcessGroup
     """
     if components.ddp:
         return (components.ddp.group,)
-    mesh = mesh_of([parameter for model in components.models for parameter in model.parameters()])
+    mesh = mesh_of(
+        [parameter for model in components.models for _, parameter in named_shards(model)]
+    )
     return () if mesh is None else mesh.groups
 
 
@@ -63,6 +67,10 @@ def check_shared_settings(
     """
     ddp = components.ddp
     ddp.check(components.models, components.optimizers, scales_loss=components.scaler is not None)
+    if is_sharded_model(components.models):
+        # Before the forward pass, in which torch raises an error that does not name the order.
+        for optimizer in components.optimizers:
+            refuse_lost_parameters(optimizer, parameters(optimizer), components.models)
     groups = process_groups(components)
     if groups:
         settings = shared_settings(components, options) | dict(_text(others.items()))
@@ -100,7 +108,7 @@ def _settings(components: StepComponents, options: StepOptions) -> Iterator[tupl
         yield f"optimizer {index}", type(optimizer).__name__
         yield from _text(_group_settings(index, optimizer))
     for model in components.models:
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_shards(model):
             shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
             trained = "trained" if parameter.requires_grad else "frozen"
             yield f"parameter {name!r}", f"{shape} {dtype} {trained}"
