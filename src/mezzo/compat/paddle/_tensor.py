@@ -5,6 +5,7 @@ What torch functions return for such tensors is such a tensor too. Nothing of to
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 from typing import Any, Self
 
@@ -276,6 +277,13 @@ class Parameter(nn.Parameter, Tensor):
     ([2, 3], False, True)
     """
 
+    name: Any = None
+    """Its name, such as `linear_0.w_0`; None if no layer of Paddle made it."""
+    optimize_attr: Any = {"learning_rate": 1.0}  # noqa: RUF012 - replaced, not changed
+    """Multiple of the optimizer's learning rate: `ParamAttr(learning_rate=)`."""
+    regularizer: Any = None
+    """Its own weight decay: `ParamAttr(regularizer=)`."""
+
     @property
     def grad(self) -> Any:
         """The gradient, or None."""
@@ -302,13 +310,20 @@ class Parameter(nn.Parameter, Tensor):
         self.requires_grad_(value)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return nn.Parameter.__deepcopy__(self, memo)
+        copied = nn.Parameter.__deepcopy__(self, memo)
+        copied.__dict__.update(self.__dict__)
+        if self.name is not None:
+            copied.__dict__["name"] = f"{self.name}_deepcopy_{next(_copies)}"
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild_parameter, (self.data, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{_format(self)}"
+
+
+_copies = itertools.count()
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> Parameter:
