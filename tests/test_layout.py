@@ -52,9 +52,10 @@ ALLOWED_WRITES = {
     "cli/script_observer.py": {"owner": _PATCHED},
     "compat/apex/amp/_casts.py": {"module": _PATCHED},
     "compat/mxnet/_parameter.py": {
-        "parameter.grad_req": _PUBLIC,
+        "parameter": _PUBLIC,
         "self.tensor.grad_req": "a mark on the tensor of torch",
     },
+    "compat/mxnet/_trainer.py": {"self._scheduler.base_lr": _PUBLIC},
     "compat/mxnet/amp/_scaling.py": {
         "node.loss_scale": "the context of an autograd function",
         "node.scaler": "the context of an autograd function",

@@ -51,7 +51,7 @@ def test_an_unknown_name_raises_the_same_text_on_access_and_on_import(dialect):
         ("mxnet.amp.LossScaler", "Use amp.init_trainer"),
         ("mxnet.contrib.onnx", "Use Converted.export_onnx"),
         ("mxnet.initializer.Bilinear", "docs/coming-from/mxnet.md"),
-        ("mxnet.lr_scheduler", "Use torch.optim.lr_scheduler."),
+        ("mxnet.gluon.data.vision", "Use torchvision.datasets"),
         ("mxnet.random.sed", "Did you mean 'seed'"),
         ("mxnet.test_utils.assert_almost_equal", "docs/coming-from/mxnet.md"),
         ("oneflow.amp.custom_fwd", "Use torch.amp.custom_fwd."),
