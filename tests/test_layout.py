@@ -55,10 +55,13 @@ ALLOWED_WRITES = {
         "parameter": _PUBLIC,
         "self.tensor.grad_req": "a mark on the tensor of torch",
     },
-    "compat/mxnet/_trainer.py": {"self._scheduler.base_lr": _PUBLIC},
+    "compat/mxnet/_trainer.py": {"scheduler.base_lr": _PUBLIC},
     "compat/mxnet/amp/_scaling.py": {
         "node.loss_scale": "the context of an autograd function",
         "node.scaler": "the context of an autograd function",
+    },
+    "compat/oneflow/optim/lr_scheduler.py": {
+        "self._inner.last_epoch": "the step of a scheduler of torch"
     },
     "compat/paddle/_tensor.py": {"result.stop_gradient": _PUBLIC},
     "compat/paddle/jit.py": {"marked": "a mark on a function"},

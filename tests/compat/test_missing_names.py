@@ -47,7 +47,7 @@ def test_an_unknown_name_raises_the_same_text_on_access_and_on_import(dialect):
         ("megengine.jit", "Use torch.compile"),
         ("megengine.module.LSTM", "Use torch.nn.LSTM."),
         ("megengine.module.init.orthogonal_", "Use torch.nn.init.orthogonal_."),
-        ("megengine.optimizer.MultiStepLR", "Use torch.optim.lr_scheduler.MultiStepLR."),
+        ("megengine.distributed.launcher", "Use torchrun, and"),
         ("mxnet.amp.LossScaler", "Use amp.init_trainer"),
         ("mxnet.contrib.onnx", "Use Converted.export_onnx"),
         ("mxnet.initializer.Bilinear", "docs/coming-from/mxnet.md"),
