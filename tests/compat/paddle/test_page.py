@@ -173,3 +173,8 @@ def test_an_input_spec_is_made_of_a_tensor_or_an_array():
     )
     with pytest.raises(TypeError, match="'shape' in InputSpec must be list or tuple, but received"):
         paddle.static.InputSpec(4)
+
+
+def test_a_list_of_elementwise_add_applies_to_numbers_too():
+    with paddle.amp.auto_cast(custom_white_list={"elementwise_add"}):
+        assert (paddle.ones([2]) + 1.0).dtype is paddle.float16
