@@ -9,7 +9,7 @@ import torch
 
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
-from mezzo.compat.paddle.nn import functional, initializer
+from mezzo.compat.paddle.nn import functional, initializer, utils
 from mezzo.compat.paddle.nn._activations import (
     CELU,
     ELU,
@@ -162,6 +162,7 @@ __all__ = [
     "Upsample",
     "functional",
     "initializer",
+    "utils",
 ]
 
 
