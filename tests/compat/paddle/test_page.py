@@ -178,3 +178,22 @@ def test_an_input_spec_is_made_of_a_tensor_or_an_array():
 def test_a_list_of_elementwise_add_applies_to_numbers_too():
     with paddle.amp.auto_cast(custom_white_list={"elementwise_add"}):
         assert (paddle.ones([2]) + 1.0).dtype is paddle.float16
+
+
+@pytest.mark.parametrize(("unscale", "gradient"), [(False, 8.0), (True, 1.0)])
+def test_gradients_of_16_bit_parameters_are_unscaled_after_a_step_if_unscale_was_called(
+    unscale, gradient
+):
+    layer = paddle.nn.Linear(1, 1, bias_attr=False)
+    optimizer = paddle.optimizer.SGD(learning_rate=0.5, parameters=layer.parameters())
+    paddle.amp.decorate(layer, optimizer, level="O2")
+    scaler = paddle.amp.GradScaler(init_loss_scaling=8.0)
+    before = float(layer.weight)
+    with paddle.amp.auto_cast(level="O2"):
+        loss = layer(paddle.ones([1, 1])).sum()
+    scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.minimize(optimizer)
+    assert layer.weight.grad.item() == gradient
+    assert before - float(layer.weight) == pytest.approx(0.5, abs=1e-2)
