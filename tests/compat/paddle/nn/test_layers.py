@@ -395,3 +395,21 @@ def test_the_accuracy_of_a_batch_counts_the_top_predictions():
     label = paddle.to_tensor([[1], [2]])
     assert paddle.metric.accuracy(predicted, label).item() == 0.5
     assert paddle.metric.accuracy(predicted, label, k=2).item() == 1.0
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_loss_of_bfloat16_logits_is_float32(level):
+    # The oracle's rows `cross_entropy` and `cross_entropy_soft` with bf16 inputs.
+    logits, labels = paddle.randn([4, 5]).astype("bfloat16"), paddle.to_tensor([[0], [1], [2], [3]])
+    soft = PF.softmax(paddle.randn([4, 5])).astype("bfloat16")
+    with paddle.amp.auto_cast(level=level, dtype="bfloat16"):
+        losses = [
+            nn.CrossEntropyLoss()(logits, labels),
+            PF.cross_entropy(logits, soft, soft_label=True),
+            PF.softmax_with_cross_entropy(logits, labels),
+        ]
+    assert {loss.dtype for loss in losses} == {torch.float32}
+    with paddle.amp.auto_cast(level="O2", dtype="bfloat16", use_promote=False):
+        assert PF.cross_entropy(logits, labels).dtype is torch.bfloat16
+    with paddle.amp.auto_cast(level="O2"):
+        assert PF.cross_entropy(logits.astype("float16"), labels).dtype is torch.float16

@@ -472,12 +472,15 @@ def cross_entropy(
 ) -> Any:
     """Return the cross entropy; classes are on the last axis unless `axis` is another.
 
-    Labels are class numbers of shape (N,) or (N, 1), or with `soft_label=True` probabilities.
+    Labels are class numbers of shape (N,) or (N, 1), or with `soft_label=True` probabilities. The
+    loss of bfloat16 logits is float32, as in Paddle.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([[1], [3]])).item()
     1.3862943649291992
     """
     has_class_axis = label.dim() == input.dim()
+    if input.dtype is torch.bfloat16:
+        input = input.float()
     logits = input.movedim(axis, 1) if input.dim() > 2 else input
     if soft_label:
         target = label.movedim(axis, 1) if label.dim() > 2 else label
