@@ -241,7 +241,13 @@ def logsumexp(x: Tensors, axis: Any = None, keepdim: bool = False, name: Any = N
 def norm(
     x: Tensors, p: Any = None, axis: Any = None, keepdim: bool = False, name: str | None = None
 ) -> Any:
-    """Return the norm of a vector, the 2-norm by default."""
+    """Return the norm of a vector, the 2-norm by default.
+
+    `p="fro"` is the op `frobenius_norm`, which the black list of O1 has; others are `p_norm`.
+    """
+    if p == "fro" and not isinstance(axis, int):
+        dims = None if axis is None else tuple(axis)
+        return torch.linalg.norm(x, None if dims is None else "fro", dims, keepdim)
     order = 2 if p in (None, "fro") else p
     return torch.linalg.vector_norm(x, order, **_axes(axis, keepdim))
 

@@ -413,3 +413,15 @@ def test_the_loss_of_bfloat16_logits_is_float32(level):
         assert PF.cross_entropy(logits, labels).dtype is torch.bfloat16
     with paddle.amp.auto_cast(level="O2"):
         assert PF.cross_entropy(logits.astype("float16"), labels).dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_of_the_norms_only_the_frobenius_norm_is_in_the_black_list(dtype):
+    # The oracle's rows `norm_fro` and `normalize`.
+    x = paddle.ones([2, 2]).astype(dtype)
+    with paddle.amp.auto_cast(dtype=dtype):
+        assert PF.normalize(x).dtype is getattr(torch, dtype)
+        assert paddle.norm(x, p=2).dtype is getattr(torch, dtype)
+        assert paddle.norm(x, p="fro").dtype is torch.float32
+        assert paddle.norm(x, p="fro", axis=[0, 1]).dtype is torch.float32
+    assert paddle.norm(x, p="fro").item() == paddle.norm(x, "fro", [0, 1]).item() == 2.0

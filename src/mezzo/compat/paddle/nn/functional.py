@@ -310,7 +310,8 @@ def normalize(
     x: Tensors, p: float = 2, axis: int = 1, epsilon: float = 1e-12, name: str | None = None
 ) -> Any:
     """Divide by the norm along an axis."""
-    return F.normalize(x, p, axis, epsilon)
+    # Not torch's function: its norm is an op of the black list, and Paddle's `p_norm` is not.
+    return x / torch.linalg.vector_norm(x, p, axis, keepdim=True).clamp_min(epsilon)
 
 
 def interpolate(
