@@ -11,7 +11,7 @@ from mezzo._dtypes import HALF_DTYPES
 from mezzo.compat.paddle.amp._decorate import register_optimizer
 from mezzo.compat.paddle.nn._clip import Clip, clip_before_step, shared_clip_norm
 from mezzo.compat.paddle.optimizer.lr import LRScheduler
-from mezzo.compat.paddle.static._program import Variable
+from mezzo.compat.paddle.static._program import Variable, in_dynamic_mode
 from mezzo.compat.paddle.static._training import Precision, attach_trainer
 from mezzo.optim.bind_optimizer import bind_half_parameters
 from mezzo.policy.types import Master
@@ -194,10 +194,14 @@ def parse_parameters(
     False get groups of their own. `decoupled` says that the optimizer's weight decay is no
     regularizer.
     """
+    if params is None and not in_dynamic_mode() and decays is ratio is None:
+        # `minimize` adds the parameters of the program.
+        return [{"params": [], "lr": parse_learning_rate(learning_rate), _LR_RATIO: 1.0}]
     if params is None:
         raise AttributeError(
             "parameters argument given to the Optimizer should not be None. Pass"
-            " parameters=model.parameters(), in static programs too."
+            " parameters=model.parameters(). Only optimizers of static programs, made after"
+            " paddle.enable_static(), find their parameters."
         )
     if isinstance(params, torch.Tensor) or not isinstance(params, Iterable):
         raise TypeError(
