@@ -52,12 +52,16 @@ ALLOWED_WRITES = {
     "cli/script_observer.py": {"owner": _PATCHED},
     "compat/apex/amp/_casts.py": {"module": _PATCHED},
     "compat/mxnet/_parameter.py": {
-        "parameter.grad_req": _PUBLIC,
+        "parameter": _PUBLIC,
         "self.tensor.grad_req": "a mark on the tensor of torch",
     },
+    "compat/mxnet/_trainer.py": {"scheduler.base_lr": _PUBLIC},
     "compat/mxnet/amp/_scaling.py": {
         "node.loss_scale": "the context of an autograd function",
         "node.scaler": "the context of an autograd function",
+    },
+    "compat/oneflow/optim/lr_scheduler.py": {
+        "self._inner.last_epoch": "the step of a scheduler of torch"
     },
     "compat/paddle/_tensor.py": {"result.stop_gradient": _PUBLIC},
     "compat/paddle/jit.py": {"marked": "a mark on a function"},

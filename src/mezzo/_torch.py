@@ -429,6 +429,14 @@ InstanceNorm = _shared_base(nn.InstanceNorm1d, nn.InstanceNorm2d)
 BatchOrInstanceNorm = _shared_base(BatchNorm, InstanceNorm)
 
 
+# -- schedulers ------------------------------------------------------------------------------------
+
+
+def closed_form_rates(scheduler: object) -> Callable[[], list[Any]] | None:
+    """Return the function of a scheduler that computes its rates from the step alone, if any."""
+    return getattr(scheduler, "_get_closed_form_lr", None)
+
+
 # -- places of ops ---------------------------------------------------------------------------------
 
 

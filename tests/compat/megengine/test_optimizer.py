@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.compat.megengine import optimizer
+from mezzo.compat.megengine import distributed, optimizer
 
 PAIRS = {
     "SGD": (
@@ -71,3 +71,36 @@ def test_gradients_are_clipped_by_norm_and_by_value():
     assert torch.allclose(weight.grad, torch.tensor([0.6, -0.8]))
     optimizer.clip_grad_value([weight, nn.Parameter(torch.zeros(1))], lower=-0.5, upper=1.0)
     assert torch.allclose(weight.grad, torch.tensor([0.6, -0.5]))
+
+
+def test_a_multi_step_schedule_multiplies_at_each_milestone():
+    weight = torch.nn.Parameter(torch.ones(1))
+    sgd = optimizer.SGD([{"params": [weight], "lr": 0.5}], lr=1.0)
+    scheduler = optimizer.MultiStepLR(sgd, [1, 3], gamma=0.1)
+    found = []
+    for _ in range(4):
+        found.append(sgd.param_groups[0]["lr"])
+        scheduler.step()
+    assert found == pytest.approx([0.5, 0.05, 0.05, 0.005])
+    loaded = optimizer.MultiStepLR(sgd, [7])
+    loaded.load_state_dict(scheduler.state_dict())
+    assert (loaded.milestones, loaded.gamma, loaded.current_epoch) == ([1, 3], 0.1, 4)
+    scheduler.step(0)
+    assert scheduler.get_lr() == [0.5]
+
+
+def test_a_schedule_of_ones_own_defines_get_lr():
+    weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(NotImplementedError, match="Define get_lr"):
+        optimizer.LRScheduler(optimizer.SGD([weight], lr=1.0))
+    with pytest.raises(TypeError, match="should be Optimizer"):
+        optimizer.MultiStepLR([weight], [1])
+    with pytest.raises(ValueError, match="list of increasing integers"):
+        optimizer.MultiStepLR(optimizer.SGD([weight], lr=1.0), [2, 1])
+    with pytest.raises(KeyError, match="'initial_lr' is not specified in param_groups"):
+        optimizer.MultiStepLR(optimizer.SGD([weight], lr=1.0), [1], current_epoch=3)
+
+
+def test_a_single_process_is_rank_0_of_1():
+    assert (distributed.get_rank(), distributed.get_world_size()) == (0, 1)
+    assert not distributed.is_distributed()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import mezzo.compat.mxnet as mx
 from mezzo import CheckpointError, GradScaler, ScalerError, UnsupportedError
 from mezzo.compat.mxnet import amp, gluon
 from mezzo.compat.mxnet._optimizers import make_optimizer
@@ -43,6 +44,62 @@ def test_clip_gradient_clips_unscaled_gradients(weight):
         scaled.backward()
     trainer.step(1)
     assert weight.tolist() == [0.75, 0.875]
+
+
+def test_multipliers_of_parameters_are_applied_also_if_set_later(weight):
+    net = gluon.nn.Dense(1, in_units=2)
+    net.initialize(mx.init.One())
+    params = net.collect_params()
+    params["bias"].lr_mult = 0.5
+    trainer = gluon.Trainer(params, "sgd", {"learning_rate": 1.0, "wd": 0.25})
+    for parameter in net.collect_params(".*bias").values():
+        parameter.wd_mult = 0.0
+    params["bias"].set_data(mx.nd.ones((1,)))
+    for _ in range(2):
+        (net.weight * 0.0 + net.bias * 0.0).sum().backward()
+        trainer.step(1)
+    assert (net.weight.tolist(), net.bias.tolist()) == ([[0.5625, 0.5625]], [1.0])
+    trainer.set_learning_rate(0.25)
+    (net.weight.sum() * 0.0 + net.bias).sum().backward()
+    trainer.step(1)
+    assert (trainer.learning_rate, net.bias.item()) == (0.25, 1.0 - 0.25 * 0.5)
+    params.setattr("lr_mult", 0.0)
+    net.bias.sum().backward()
+    trainer.step(1, ignore_stale_grad=True)
+    assert net.bias.item() == 1.0 - 0.25 * 0.5
+
+
+def test_a_scheduler_sets_the_rate_by_the_number_of_updates(weight, tmp_path):
+    def make():
+        scheduler = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=1.0)
+        return gluon.Trainer([weight], "sgd", {"lr_scheduler": scheduler})
+
+    trainer = make()
+    found = []
+    for _ in range(3):
+        weight.sum().backward()
+        trainer.step(1)
+        found.append(trainer.learning_rate)
+    assert found == [1.0, 0.5, 0.25]
+    assert weight.tolist() == [1.0 - 1.75] * 2
+    with pytest.raises(UserWarning, match="LRScheduler of the optimizer has already been defined"):
+        trainer.set_learning_rate(1.0)
+    trainer.save_states(tmp_path / "states")
+    loaded = make()
+    loaded.load_states(tmp_path / "states")
+    assert loaded.learning_rate == 0.25
+
+
+def test_a_skipped_step_is_no_update_of_the_scheduler(weight):
+    amp.init()
+    scheduler = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5)
+    trainer = gluon.Trainer([weight], "sgd", {"learning_rate": 1.0, "lr_scheduler": scheduler})
+    amp.init_trainer(trainer)
+    for factor in (1.0, math.inf, 1.0):
+        with amp.scale_loss(weight.sum() * factor, trainer) as scaled:
+            scaled.backward()
+        trainer.step(1)
+    assert weight.tolist() == [1.0 - 1.0 - 0.5] * 2
 
 
 def test_a_torch_optimizer_is_used_as_passed(weight):
@@ -152,8 +209,8 @@ def test_params_of_another_type_raise_as_in_mxnet(params):
         (("sgd", {"rescale_grad": None}), TypeError, "rescale_grad should be a number, got None"),
         (
             ("sgd", {"lr_scheduler": object()}),
-            UnsupportedError,
-            r"lr_scheduler, which is not supported. Call trainer.set_learning_rate",
+            TypeError,
+            "lr_scheduler should be a scheduler of mx.lr_scheduler, got object",
         ),
         (
             ("sgd", None, "dist_sync"),

@@ -190,3 +190,55 @@ def test_a_file_with_code_is_rejected(tmp_path):
         paddle.load(path)
     with pytest.raises(ValueError, match="does not exist"):
         paddle.load(tmp_path / "missing")
+
+
+def test_values_are_taken_and_put_by_their_index():
+    x = paddle.to_tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    index = paddle.to_tensor([[2, 0]])
+    assert paddle.take_along_axis(x, index, axis=1).tolist() == [[3.0, 1.0], [6.0, 4.0]]
+    assert paddle.take_along_axis(x, index, 1, broadcast=False).tolist() == [[3.0, 1.0]]
+    assert paddle.index_sample(x, paddle.to_tensor([[0], [2]])).tolist() == [[1.0], [6.0]]
+    assert paddle.gather_nd(x, paddle.to_tensor([[1], [0]]))[0].tolist() == [4.0, 5.0, 6.0]
+    put = paddle.put_along_axis(x, index, 0.0, axis=1)
+    assert put.tolist() == [[0.0, 2.0, 0.0], [4.0, 5.0, 6.0]]
+    added = paddle.put_along_axis(x, index, 1.0, axis=1, reduce="add")
+    assert added[0].tolist() == [2.0, 2.0, 4.0]
+    with pytest.raises(ValueError, match="reduce='mul' is not supported"):
+        paddle.put_along_axis(x, index, 1.0, 1, "mul")
+
+
+def test_axes_are_moved_repeated_and_cut():
+    x = paddle.to_tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    assert paddle.flip(x, 1)[0].tolist() == [3.0, 2.0, 1.0]
+    assert paddle.roll(x, 1, axis=1)[0].tolist() == [3.0, 1.0, 2.0]
+    assert paddle.expand_as(x[:1], x).shape == [2, 3]
+    assert paddle.repeat_interleave(x, 2, axis=0).shape == [4, 3]
+    assert paddle.moveaxis(x, 0, 1).shape == [3, 2]
+    assert paddle.slice(x, [0, 1], [0, 1], [1, 3]).tolist() == [[2.0, 3.0]]
+    assert [grid.shape for grid in paddle.meshgrid(x[0], x[1])] == [[3, 3], [3, 3]]
+    assert paddle.rank(x).item() == 2
+    assert paddle.clone(x) is not x
+
+
+def test_sums_and_extremes():
+    x = paddle.to_tensor([[1.4, 2.6], [2.0, 0.0]])
+    assert paddle.amax(x).item() == pytest.approx(2.6)
+    assert paddle.amin(x, axis=1).tolist() == pytest.approx([1.4, 0.0])
+    assert paddle.round(x).tolist() == [[1.0, 3.0], [2.0, 0.0]]
+    assert paddle.add_n([x, x, x]).tolist() == (3 * x).tolist()
+    assert paddle.add_n(x) is x
+    assert paddle.addmm(x, x, x, beta=0.0).tolist() == (x @ x).tolist()
+    assert paddle.allclose(x, x + 1e-9).item() is True
+    assert paddle.multinomial(paddle.to_tensor([0.0, 1.0]), 1).tolist() == [1]
+
+
+def test_gradients_are_clipped_by_a_function():
+    layer = paddle.nn.Linear(1, 1, bias_attr=False)
+    (layer.weight * 4.0).sum().backward()
+    norm = paddle.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    assert (float(norm), layer.weight.grad.item()) == (4.0, pytest.approx(1.0))
+    paddle.nn.utils.clip_grad_value_(layer.parameters(), 0.5)
+    assert layer.weight.grad.item() == 0.5
+    vector = paddle.nn.utils.parameters_to_vector(layer.parameters())
+    paddle.nn.utils.vector_to_parameters(vector * 0.0, layer.parameters())
+    assert layer.weight.item() == 0.0

@@ -110,9 +110,9 @@ def test_a_grad_clip_of_another_type_raises():
 @pytest.mark.parametrize(
     ("access", "remedy"),
     [
-        (lambda: paddle.regularizer, r"regularizer.L2Decay is the coefficient itself"),
+        (lambda: paddle.regularizer.L1Decay, r"Use regularizer.L2Decay, or add the absolute"),
         (lambda: paddle.nn.Fold, r"nn has no Fold. Use torch.nn.Fold"),
-        (lambda: paddle.optimizer.lr, r"Use torch.optim.lr_scheduler"),
+        (lambda: paddle.optimizer.lr.CyclicLR, r"Use torch.optim.lr_scheduler.CyclicLR"),
     ],
     ids=["regularizer", "Fold", "lr"],
 )

@@ -69,7 +69,7 @@ def test_every_name_in_the_tables_exists():
     assert missing == []
 
 
-@pytest.mark.parametrize("path", ["nn.LSTM", "nn.functional.interpolate"])
+@pytest.mark.parametrize("path", ["nn.Fold", "nn.functional.fold"])
 def test_a_name_of_nn_that_is_missing_names_the_one_of_torch(path):
     with pytest.raises(AttributeError, match=re.escape(f"Use torch.{path}.")):
         find(path)
@@ -97,19 +97,9 @@ def test_images_with_channels_last_are_refused():
         paddle.nn.Conv2D(1, 1, 1, data_format="NHWC")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"learning_rate": 0.1}, {"regularizer": 1e-4}, {"need_clip": False}],
-    ids=lambda options: next(iter(options)),
-)
-def test_options_of_a_single_parameter_are_refused(options):
-    with pytest.raises(ValueError, match="Pass groups to the optimizer"):
-        paddle.ParamAttr(**options)
-
-
-def test_lr_ratio_is_refused():
-    with pytest.raises(ValueError, match="Pass groups"):
-        paddle.optimizer.AdamW(parameters=paddle.nn.Linear(1, 1).parameters(), lr_ratio=float)
+def test_a_parameter_that_is_not_clipped_is_refused():
+    with pytest.raises(ValueError, match="Give the parameter an optimizer of its own"):
+        paddle.ParamAttr(need_clip=False)
 
 
 def test_rmsprop_adds_epsilon_to_the_root():
@@ -183,3 +173,27 @@ def test_an_input_spec_is_made_of_a_tensor_or_an_array():
     )
     with pytest.raises(TypeError, match="'shape' in InputSpec must be list or tuple, but received"):
         paddle.static.InputSpec(4)
+
+
+def test_a_list_of_elementwise_add_applies_to_numbers_too():
+    with paddle.amp.auto_cast(custom_white_list={"elementwise_add"}):
+        assert (paddle.ones([2]) + 1.0).dtype is paddle.float16
+
+
+@pytest.mark.parametrize(("unscale", "gradient"), [(False, 8.0), (True, 1.0)])
+def test_gradients_of_16_bit_parameters_are_unscaled_after_a_step_if_unscale_was_called(
+    unscale, gradient
+):
+    layer = paddle.nn.Linear(1, 1, bias_attr=False)
+    optimizer = paddle.optimizer.SGD(learning_rate=0.5, parameters=layer.parameters())
+    paddle.amp.decorate(layer, optimizer, level="O2")
+    scaler = paddle.amp.GradScaler(init_loss_scaling=8.0)
+    before = float(layer.weight)
+    with paddle.amp.auto_cast(level="O2"):
+        loss = layer(paddle.ones([1, 1])).sum()
+    scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.minimize(optimizer)
+    assert layer.weight.grad.item() == gradient
+    assert before - float(layer.weight) == pytest.approx(0.5, abs=1e-2)

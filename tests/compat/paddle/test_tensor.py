@@ -254,3 +254,19 @@ def test_backward_takes_paddles_arguments():
 def test_a_shape_that_is_no_shape_is_named():
     with pytest.raises(TypeError, match=r"shape should be integers such as \[2, 3\], got 'a'"):
         paddle.zeros("a")
+
+
+def test_methods_take_paddles_arguments_or_torchs():
+    x = paddle.to_tensor([[1.0, 2.0], [3.0, 4.0]])
+    index = paddle.to_tensor([1])
+    assert x.unsqueeze([0, 2]).shape == [1, 2, 1, 2]
+    assert x.unsqueeze(axis=1).shape == x.unsqueeze(dim=1).shape == [2, 1, 2]
+    assert x.gather(index).tolist() == x.gather(index, axis=0).tolist() == [[3.0, 4.0]]
+    assert x.gather(1, paddle.to_tensor([[1], [0]])).tolist() == [[2.0], [3.0]]
+    assert x.index_select(index, axis=1).tolist() == x.index_select(1, index).tolist()
+    assert torch.equal(x.matmul(x, transpose_y=True), x @ x.mT)
+    assert torch.equal(x.matmul(x, transpose_x=True), x.mT @ x)
+    assert x.scale(2.0, 1.0).tolist() == [[3.0, 5.0], [7.0, 9.0]]
+    assert x.greater_than(x.mT).tolist() == [[False, False], [True, False]]
+    with paddle.amp.auto_cast(dtype="bfloat16"):
+        assert x.matmul(x, transpose_y=True).dtype is torch.bfloat16

@@ -6,9 +6,9 @@ Dense(in_features=512, out_features=10, bias=True)
 """
 
 from mezzo.compat._missing import module_getattr
-from mezzo.compat.gluoncv import loss, model_zoo
+from mezzo.compat.gluoncv import loss, model_zoo, utils
 from mezzo.compat.gluoncv._substitutions import SUBSTITUTIONS
 
-__all__ = ["loss", "model_zoo"]
+__all__ = ["loss", "model_zoo", "utils"]
 
 __getattr__ = module_getattr(__name__, SUBSTITUTIONS)

@@ -3,7 +3,7 @@
 SUBSTITUTIONS = {
     "data": "torchvision.datasets and torch.utils.data.DataLoader",
     "nn": "torch.nn",
-    "utils": "torchvision.utils",
+    "utils.viz": "torchvision.utils",
     "auto": "the autogluon package",
     "model_zoo.get_model_file": "get_model(name, pretrained=True, root=...)",
 }

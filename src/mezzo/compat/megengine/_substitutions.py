@@ -5,7 +5,11 @@ SUBSTITUTIONS = {
     "data.DataLoader": "torch.utils.data.DataLoader",
     "data.dataset": "torch.utils.data.Dataset, or torchvision.datasets",
     "data.transform": "torchvision.transforms",
-    "distributed": "torch.distributed, and mezzo.propagate_autocast for threads",
+    "distributed.launcher": "torchrun, and torch.nn.parallel.DistributedDataParallel",
+    "distributed.make_allreduce_cb": "torch.nn.parallel.DistributedDataParallel",
+    "distributed.bcast_list_": "torch.nn.parallel.DistributedDataParallel",
+    "distributed.init_process_group": "torch.distributed.init_process_group",
+    "distributed.Server": "torchrun",
     "distributions": "torch.distributions",
     "dtr": "torch.utils.checkpoint",
     "jit": "torch.compile, or mezzo.TrainStep, in place of jit.trace",
@@ -14,8 +18,6 @@ SUBSTITUTIONS = {
     "utils": "torch.utils",
     "config": "torch.backends",
     "dtype": 'the names of dtypes ("float16"), or torch.float16',
-    "optimizer.MultiStepLR": "torch.optim.lr_scheduler.MultiStepLR",
-    "optimizer.LRScheduler": "torch.optim.lr_scheduler.LRScheduler",
     "optimizer.LAMBFp16": "optimizer.LAMB",
     "functional.nn.batch_norm": (
         "torch.nn.functional.batch_norm; its momentum is 1 minus MegEngine's"

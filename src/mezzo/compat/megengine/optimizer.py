@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,8 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "LRScheduler",
+    "MultiStepLR",
     "Optimizer",
     "clip_grad_norm",
     "clip_grad_value",
@@ -141,6 +144,71 @@ class LAMB(_ChainedOptimizer, mezzo.LAMB):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
+
+
+class LRScheduler:
+    """`megengine.optimizer.LRScheduler`: base class; define `get_lr` with `self.current_epoch`."""
+
+    def __init__(self, optimizer: Optimizer, current_epoch: int = -1) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError("optimizer argument given to the lr_scheduler should be Optimizer")
+        self.optimizer, self.current_epoch = optimizer, current_epoch
+        for index, group in enumerate(optimizer.param_groups):
+            if current_epoch == -1:
+                group.setdefault("initial_lr", group["lr"])
+            elif "initial_lr" not in group:
+                raise KeyError(
+                    "param 'initial_lr' is not specified in"
+                    f" param_groups[{index}] when resuming an optimizer"
+                )
+        self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        self.step()
+
+    def step(self, epoch: int | None = None) -> None:
+        """Go to the next epoch, or to the one that is passed, and set its learning rates."""
+        self.current_epoch = self.current_epoch + 1 if epoch is None else epoch
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        raise NotImplementedError(f"Define get_lr() in {type(self).__name__}.")
+
+
+class MultiStepLR(LRScheduler):
+    """`megengine.optimizer.MultiStepLR`: multiply by gamma at each milestone."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        milestones: Sequence[int],
+        gamma: float = 0.1,
+        current_epoch: int = -1,
+    ) -> None:
+        if list(milestones) != sorted(milestones):
+            raise ValueError(
+                f"Milestones should be a list of increasing integers. Got {milestones}"
+            )
+        self.milestones, self.gamma = milestones, gamma
+        super().__init__(optimizer, current_epoch)
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        factor = self.gamma ** bisect_right(self.milestones, self.current_epoch)
+        return [base_lr * factor for base_lr in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return milestones, gamma and the epoch."""
+        return {
+            "milestones": self.milestones,
+            "gamma": self.gamma,
+            "current_epoch": self.current_epoch,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict."""
+        self.milestones, self.gamma = state_dict["milestones"], state_dict["gamma"]
+        self.current_epoch = state_dict["current_epoch"]
 
 
 def clip_grad_norm(

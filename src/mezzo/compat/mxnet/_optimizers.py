@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mezzo._errors import UnsupportedError, nearest
+from mezzo._errors import nearest
 from mezzo.optim.optimizers import LAMB
 
 Parameters = list[torch.nn.Parameter]
@@ -91,7 +91,7 @@ _NUMBERS = {"learning_rate", "wd", "momentum", "rescale_grad", "epsilon", "beta1
 """Arguments whose value is checked before torch sees it."""
 
 
-_TRAINER_ARGUMENTS = ("rescale_grad", "clip_gradient")
+_TRAINER_ARGUMENTS = ("rescale_grad", "clip_gradient", "lr_scheduler")
 """Arguments that `Trainer` applies itself."""
 
 
@@ -139,13 +139,13 @@ def check_arguments(optimizer_params: Any) -> dict[str, Any]:
             "optimizer_params should be a dict of argument names to values, got"
             f" {type(optimizer_params).__name__}. Pass for example {{'learning_rate': 0.1}}."
         )
-    if optimizer_params.get("lr_scheduler") is not None:
-        raise UnsupportedError(
-            "optimizer_params has lr_scheduler, which is not supported. Call"
-            " trainer.set_learning_rate(...), or create a scheduler of torch.optim.lr_scheduler for"
-            " trainer.optimizer."
+    arguments = dict(optimizer_params)
+    scheduler = arguments.get("lr_scheduler")
+    if scheduler is not None and not callable(scheduler):
+        raise TypeError(
+            "lr_scheduler should be a scheduler of mx.lr_scheduler, got"
+            f" {type(scheduler).__name__}. One of torch is constructed with trainer.optimizer."
         )
-    arguments = {name: value for name, value in optimizer_params.items() if name != "lr_scheduler"}
     for name in _NUMBERS & arguments.keys():
         check_number(name, arguments[name])
     return arguments

@@ -65,6 +65,29 @@ class Parameter:
             self.tensor.requires_grad = request != "null"
             self.tensor.grad_req = request  # type: ignore[attr-defined]
 
+    @property
+    def lr_mult(self) -> float:
+        """Multiple of the trainer's learning rate."""
+        return float(getattr(self.tensor, "lr_mult", 1.0))
+
+    @lr_mult.setter
+    def lr_mult(self, value: float) -> None:
+        self.tensor.lr_mult = float(value)  # type: ignore[attr-defined]
+
+    @property
+    def wd_mult(self) -> float:
+        """Multiple of the trainer's weight decay."""
+        return float(getattr(self.tensor, "wd_mult", 1.0))
+
+    @wd_mult.setter
+    def wd_mult(self, value: float) -> None:
+        self.tensor.wd_mult = float(value)  # type: ignore[attr-defined]
+
+    @property
+    def _data(self) -> list[NDArray] | None:
+        """The values; None before they have a shape. Programs read it to find new parameters."""
+        return None if is_lazy(self.tensor) else self.list_data()
+
     def data(self, ctx: Context | None = None) -> NDArray:
         """Return the values, an array that shares their memory."""
         return as_ndarray(self._materialized())
@@ -185,15 +208,14 @@ class ParameterDict(Mapping[str, Parameter]):
             parameter.zero_grad()
 
     def setattr(self, name: str, value: Any) -> None:
-        """Set `grad_req` of all parameters."""
-        if name != "grad_req":
+        """Set `grad_req`, `lr_mult` or `wd_mult` of all parameters."""
+        if name not in ("grad_req", "lr_mult", "wd_mult"):
             raise UnsupportedError(
-                f"setattr({name!r}, ...) is not supported, only 'grad_req'. For learning rates and"
-                " weight decays per parameter pass a torch optimizer with parameter groups to"
-                " gluon.Trainer."
+                f"setattr({name!r}, ...) is not supported, only 'grad_req', 'lr_mult' and"
+                " 'wd_mult'."
             )
         for parameter in self.values():
-            parameter.grad_req = value
+            setattr(parameter, name, value)
 
     def save(self, filename: str | os.PathLike[str], strip_prefix: str = "") -> None:
         """Write a `.params` file of MXNet."""

@@ -62,6 +62,12 @@ class Trainer:
         if arguments.get("clip_gradient") is not None:
             self._clip_gradient = check_number("clip_gradient", arguments["clip_gradient"])
         self._update_on_kvstore = bool(update_on_kvstore)
+        self._num_update = 0
+        self._scheduler = scheduler = arguments.get("lr_scheduler")
+        if scheduler is not None and hasattr(scheduler, "base_lr"):
+            # As in MXNet: an explicit learning rate replaces that of the scheduler.
+            scheduler.base_lr = arguments.get("learning_rate", scheduler.base_lr)
+        self._apply_multipliers()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -70,15 +76,21 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the first parameter group."""
-        rate: float = self._optimizer.param_groups[0]["lr"]
-        return rate
+        """The learning rate: that of the scheduler, or of the first parameter group."""
+        if self._scheduler is not None:
+            return float(self._scheduler(self._num_update))
+        group = self._optimizer.param_groups[0]
+        return float(group["lr"] / group.get("lr_mult", 1.0))
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of all parameter groups."""
-        rate = check_number("lr", lr)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        """Set the learning rate of a trainer without a scheduler."""
+        if self._scheduler is not None:
+            raise UserWarning(
+                "LRScheduler of the optimizer has already been defined. Note that set_learning_rate"
+                " can mutate the value of the learning rate of the optimizer only when the"
+                " LRScheduler of the optimizer is undefined."
+            )
+        self._set_rate(check_number("lr", lr))
 
     @property
     def amp_loss_scale(self) -> float:
@@ -91,8 +103,12 @@ class Trainer:
         check_number("batch_size", batch_size, positive=True)
         if not ignore_stale_grad:
             self._check_stale_gradients()
+        self._apply_multipliers()
+        if self._scheduler is not None:
+            self._set_rate(self._scheduler(self._num_update + 1))
         self._prepare(batch_size)
         self._optimizer.step()
+        self._count_update()
         self._optimizer.zero_grad(set_to_none=True)
 
     def allreduce_grads(self) -> None:
@@ -111,6 +127,7 @@ class Trainer:
             {
                 "optimizer": self._optimizer.state_dict(),
                 "scaler": None if attached is None else attached.scaler.state_dict(),
+                "num_update": self._num_update,
             },
             fname,
         )
@@ -119,9 +136,41 @@ class Trainer:
         """Load a file of `save_states`."""
         saved = _load_states(fname)
         self._optimizer.load_state_dict(saved["optimizer"])
+        self._num_update = saved.get("num_update", 0)
         attached = scaled_optimizer_of(self._optimizer)
         if attached is not None and saved["scaler"] is not None:
             attached.scaler.load_state_dict(saved["scaler"])
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+
+    def _count_update(self) -> None:
+        """Count an update that was not skipped, for the scheduler."""
+        if self._scheduler is not None:
+            attached = scaled_optimizer_of(self._optimizer)
+            result = None if attached is None else attached.last_result
+            self._num_update += result is None or not result.skipped
+
+    def _apply_multipliers(self) -> None:
+        """Give parameters with their own `lr_mult` or `wd_mult` groups of their own."""
+        groups, changed = self._optimizer.param_groups, False
+        regrouped: list[dict[str, Any]] = []
+        for group in groups:
+            current = group.get("lr_mult", 1.0), group.get("wd_mult", 1.0)
+            split: dict[tuple[float, float], list[Any]] = {}
+            for parameter in group["params"]:
+                key = getattr(parameter, "lr_mult", 1.0), getattr(parameter, "wd_mult", 1.0)
+                split.setdefault(key, []).append(parameter)
+            changed = changed or list(split) != [current]
+            for (lr_mult, wd_mult), parameters in split.items():
+                base_wd = group.get("base_wd", group["weight_decay"])
+                own = {"lr_mult": lr_mult, "wd_mult": wd_mult, "base_wd": base_wd}
+                rate = group["lr"] / current[0] * lr_mult
+                options = {"params": parameters, "lr": rate, "weight_decay": base_wd * wd_mult}
+                regrouped.append({**group, **own, **options})
+        if changed:
+            groups[:] = regrouped
 
     @torch.no_grad()
     def _prepare(self, batch_size: int) -> None:

@@ -10,11 +10,11 @@ torch.Size([2, 1])
 import torch
 
 from mezzo.compat._missing import module_getattr
-from mezzo.compat.oneflow import amp, nn
+from mezzo.compat.oneflow import amp, env, nn, optim
 from mezzo.compat.oneflow._substitutions import SUBSTITUTIONS
 from mezzo.compat.oneflow.amp import autocast
 
-__all__ = ["amp", "autocast", "nn"]
+__all__ = ["amp", "autocast", "env", "nn", "optim"]
 
 
 __getattr__ = module_getattr(__name__, SUBSTITUTIONS, fallback=torch)

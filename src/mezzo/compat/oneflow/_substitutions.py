@@ -1,7 +1,7 @@
 """Names of OneFlow that neither this dialect nor torch has, and what to use instead."""
 
 SUBSTITUTIONS = {
-    "env": "torch.distributed",
+    "env.init_rdma": "torch.distributed",
     "placement": "torch.distributed.device_mesh.DeviceMesh",
     "sbp": "torch.distributed.tensor.Shard, Replicate and Partial",
     "comm": "torch.distributed",

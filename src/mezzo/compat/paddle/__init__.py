@@ -33,11 +33,13 @@ from mezzo.compat.paddle import (
     amp,
     callbacks,
     device,
+    distributed,
     io,
     jit,
     metric,
     nn,
     optimizer,
+    regularizer,
     static,
     vision,
 )
@@ -99,6 +101,7 @@ __all__ = [  # noqa: PLE0604 - strings
     "complex64",
     "device",
     "disable_static",
+    "distributed",
     "enable_grad",
     "enable_static",
     "float16",
@@ -107,6 +110,7 @@ __all__ = [  # noqa: PLE0604 - strings
     "get_cudnn_version",
     "get_default_dtype",
     "get_device",
+    "get_flags",
     "in_dynamic_mode",
     "int16",
     "int32",
@@ -129,9 +133,11 @@ __all__ = [  # noqa: PLE0604 - strings
     "nn",
     "no_grad",
     "optimizer",
+    "regularizer",
     "save",
     "set_default_dtype",
     "set_device",
+    "set_flags",
     "set_grad_enabled",
     "static",
     "to_tensor",
@@ -143,6 +149,24 @@ __all__ = [  # noqa: PLE0604 - strings
 def get_default_dtype() -> str:
     """Return the dtype of new floating-point tensors."""
     return "float32"
+
+
+_flags: dict[str, object] = {}
+
+
+def set_flags(flags: dict[str, object]) -> None:
+    """Store Paddle's flags for `get_flags`; they tune Paddle's kernels and have no effect here."""
+    if not isinstance(flags, dict):
+        raise TypeError("flags in set_flags should be a dict")
+    _flags.update(flags)
+
+
+def get_flags(flags: str | list[str] | tuple[str, ...]) -> dict[str, object]:
+    """Return flags by name as they were set; a flag that was not set raises."""
+    names = [flags] if isinstance(flags, str) else list(flags)
+    if missing := [name for name in names if name not in _flags]:
+        raise ValueError(f"Flag {missing[0]} cannot get its value: set_flags did not set it.")
+    return {name: _flags[name] for name in names}
 
 
 def set_default_dtype(d: object) -> None:

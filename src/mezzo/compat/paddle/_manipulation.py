@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +14,32 @@ from mezzo.compat.paddle._tensor import as_tensor, copy_zero_sizes, split
 __all__ = [
     "broadcast_to",
     "chunk",
+    "clone",
     "concat",
     "expand",
+    "expand_as",
     "flatten",
+    "flip",
     "gather",
+    "gather_nd",
+    "index_sample",
     "index_select",
     "is_tensor",
     "masked_select",
+    "meshgrid",
+    "moveaxis",
     "nonzero",
+    "put_along_axis",
+    "rank",
+    "repeat_interleave",
     "reshape",
+    "roll",
     "shape",
+    "slice",
     "split",
     "squeeze",
     "stack",
+    "take_along_axis",
     "tile",
     "transpose",
     "tril",
@@ -162,3 +176,96 @@ def nonzero(x: Tensors, as_tuple: bool = False) -> Any:
 def is_tensor(x: Any) -> bool:
     """Return whether this is a tensor."""
     return isinstance(x, torch.Tensor)
+
+
+def gather_nd(x: Tensors, index: Tensors, name: str | None = None) -> Any:
+    """Return the slices that the last axis of the indices names.
+
+    >>> gather_nd(torch.eye(2), torch.tensor([[0, 0], [1, 0]])).tolist()
+    [1.0, 0.0]
+    """
+    return x[tuple(index.long().unbind(-1))]
+
+
+def take_along_axis(arr: Tensors, indices: Tensors, axis: int, broadcast: bool = True) -> Any:
+    """Return the value at each index along an axis."""
+    index = indices.long()
+    if broadcast:
+        sizes = [*torch.broadcast_shapes(*(_without(axis, tensor) for tensor in (arr, index)))]
+        axis %= arr.dim()
+        index = index.expand(*sizes[:axis], index.shape[axis], *sizes[axis:])
+        arr = arr.expand(*sizes[:axis], arr.shape[axis], *sizes[axis:])
+    return torch.gather(arr, axis, index)
+
+
+def put_along_axis(
+    arr: Tensors, indices: Tensors, values: Any, axis: int, reduce: str = "assign"
+) -> Any:
+    """Return a copy with values written, or with `reduce="add"` added, at each index."""
+    if reduce not in ("assign", "add"):
+        raise ValueError(f"reduce={reduce!r} is not supported, only 'assign' and 'add' are.")
+    index = indices.long()
+    source = torch.as_tensor(values, dtype=arr.dtype, device=arr.device).expand(index.shape)
+    if reduce == "add":
+        return torch.scatter_add(arr, axis, index, source)
+    return torch.scatter(arr, axis, index, source)
+
+
+def slice(input: Tensors, axes: Sequence[int], starts: Any, ends: Any) -> Any:
+    """Return a range of each of several axes."""
+    selected = [builtins.slice(None)] * input.dim()
+    for axis, start, end in zip(axes, starts, ends, strict=True):
+        selected[axis] = builtins.slice(int(start), int(end))
+    return input[tuple(selected)]
+
+
+def clone(x: Tensors, name: str | None = None) -> Any:
+    """Return a copy, through which gradients flow."""
+    return torch.clone(x)
+
+
+def rank(input: Tensors) -> Any:
+    """Return the number of axes, as a tensor."""
+    return as_tensor(torch.tensor(input.dim(), dtype=torch.int32, device=input.device))
+
+
+def index_sample(x: Tensors, index: Tensors) -> Any:
+    """Return values of each row by their column."""
+    return torch.gather(x, 1, index.long())
+
+
+def expand_as(x: Tensors, y: Tensors, name: str | None = None) -> Any:
+    """Repeat axes of size one to the shape of another tensor."""
+    return x.expand(list(y.shape))
+
+
+def flip(x: Tensors, axis: Any, name: str | None = None) -> Any:
+    """Reverse axes."""
+    return torch.flip(x, [axis] if isinstance(axis, int) else list(axis))
+
+
+def roll(x: Tensors, shifts: Any, axis: Any = None, name: str | None = None) -> Any:
+    """Shift values along axes; those at the end come back at the start."""
+    return torch.roll(x, shifts, axis)
+
+
+def repeat_interleave(x: Tensors, repeats: Any, axis: Any = None, name: str | None = None) -> Any:
+    """Repeat each slice along an axis."""
+    return torch.repeat_interleave(x, repeats, dim=axis)
+
+
+def moveaxis(x: Tensors, source: Any, destination: Any, name: str | None = None) -> Any:
+    """Move axes to other positions."""
+    return torch.moveaxis(x, source, destination)
+
+
+def meshgrid(*args: Any, **kwargs: Any) -> Any:
+    """Return the coordinates of a grid, by rows first."""
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args
+    return list(torch.meshgrid(*tensors, indexing="ij"))
+
+
+def _without(axis: int, x: Tensors) -> list[int]:
+    sizes = list(x.shape)
+    del sizes[axis]
+    return sizes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,7 +12,12 @@ from mezzo.compat.paddle._dtypes import parse_dtype
 from mezzo.compat.paddle._tensor import as_tensor
 
 __all__ = [
+    "add_n",
+    "addmm",
     "all",
+    "allclose",
+    "amax",
+    "amin",
     "any",
     "argmax",
     "argmin",
@@ -26,10 +32,12 @@ __all__ = [
     "max",
     "mean",
     "min",
+    "multinomial",
     "norm",
     "numel",
     "pow",
     "prod",
+    "round",
     "scale",
     "sort",
     "std",
@@ -233,7 +241,13 @@ def logsumexp(x: Tensors, axis: Any = None, keepdim: bool = False, name: Any = N
 def norm(
     x: Tensors, p: Any = None, axis: Any = None, keepdim: bool = False, name: str | None = None
 ) -> Any:
-    """Return the norm of a vector, the 2-norm by default."""
+    """Return the norm of a vector, the 2-norm by default.
+
+    `p="fro"` is the op `frobenius_norm`, which the black list of O1 has; others are `p_norm`.
+    """
+    if p == "fro" and not isinstance(axis, int):
+        dims = None if axis is None else tuple(axis)
+        return torch.linalg.norm(x, None if dims is None else "fro", dims, keepdim)
     order = 2 if p in (None, "fro") else p
     return torch.linalg.vector_norm(x, order, **_axes(axis, keepdim))
 
@@ -291,6 +305,57 @@ def argsort(x: Tensors, axis: int = -1, descending: bool = False, name: str | No
 def numel(x: Tensors, name: str | None = None) -> Any:
     """Return the number of elements, as a tensor."""
     return as_tensor(torch.tensor(x.numel(), device=x.device))
+
+
+def amax(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
+    """Return the largest values along axes; equal ones share the gradient."""
+    return torch.amax(x, () if axis is None else axis, keepdim)
+
+
+def amin(x: Tensors, axis: Any = None, keepdim: bool = False, name: str | None = None) -> Any:
+    """Return the smallest values along axes; equal ones share the gradient."""
+    return torch.amin(x, () if axis is None else axis, keepdim)
+
+
+def round(x: Tensors, decimals: int = 0, name: str | None = None) -> Any:
+    """Return the nearest integers."""
+    return torch.round(x, decimals=decimals) if decimals else torch.round(x)
+
+
+def addmm(
+    input: Tensors,
+    x: Tensors,
+    y: Tensors,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    name: str | None = None,
+) -> Any:
+    """Return `beta * input + alpha * (x @ y)`."""
+    return torch.addmm(input, x, y, beta=beta, alpha=alpha)
+
+
+def add_n(inputs: Any, name: str | None = None) -> Any:
+    """Return the sum of tensors."""
+    return inputs if isinstance(inputs, torch.Tensor) else reduce(torch.add, inputs)
+
+
+def allclose(
+    x: Tensors,
+    y: Tensors,
+    rtol: float = 1e-5,
+    atol: float = 1e-8,
+    equal_nan: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Return whether all values are close, as a tensor."""
+    return as_tensor(torch.tensor(torch.allclose(x, y, rtol, atol, equal_nan), device=x.device))
+
+
+def multinomial(
+    x: Tensors, num_samples: int = 1, replacement: bool = False, name: str | None = None
+) -> Any:
+    """Return indices that are drawn by their weights."""
+    return torch.multinomial(x, num_samples, replacement)
 
 
 # -- gradients -------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ SUBSTITUTIONS: Mapping[str, str] = {
     "vision.transforms": "torchvision.transforms",
     "vision.datasets": "torchvision.datasets",
     "vision.models": "torchvision.models",
-    "optimizer.lr": "torch.optim.lr_scheduler, constructed with the optimizer",
-    "regularizer.L2Decay": "the coefficient itself: weight_decay=1e-4",
+    "regularizer.L1Decay": "regularizer.L2Decay, or add the absolute weights to the loss",
     "callbacks.EarlyStopping": "a callbacks.Callback that sets self.model.stop_training",
     "callbacks.ModelCheckpoint": "model.fit(save_dir=..., save_freq=...)",
-    "io.DistributedBatchSampler": "torch.utils.data.DistributedSampler",
-    "distributed.init_parallel_env": "torch.distributed.init_process_group",
+    "distributed.fleet": "paddle.DataParallel, or torch.distributed",
+    "distributed.spawn": "torchrun, which starts the processes",
+    "distributed.launch": "torchrun",
 }
 """Name in Paddle → what to use of torch."""

@@ -5,6 +5,7 @@ What torch functions return for such tensors is such a tensor too. Nothing of to
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 from typing import Any, Self
 
@@ -217,6 +218,39 @@ class Tensor(torch.Tensor):
             return torch.Tensor.split(self, *sizes, **kwargs)
         return split(self, num_or_sections, kwargs.get("dim", axis))
 
+    def unsqueeze(self, axis: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Insert axes of size one: one, or a list of them."""
+        axis, result = kwargs.get("dim", axis), self
+        for each in axis if isinstance(axis, list | tuple) else [axis]:
+            result = torch.Tensor.unsqueeze(result, each)  # type: ignore[assignment]
+        return result
+
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Return slices along an axis by number as in Paddle, or torch's `gather(dim, index)`."""
+        if args and isinstance(args[0], torch.Tensor):
+            return self.index_select(args[0].reshape(-1), *args[1:], **kwargs)
+        return torch.Tensor.gather(self, *args, **kwargs)
+
+    def index_select(self, *args: Any, **kwargs: Any) -> Any:
+        """Return slices by number: `(index, axis)` as in Paddle, or torch's `(dim, index)`."""
+        if args and isinstance(args[0], torch.Tensor):
+            axis = args[1] if len(args) > 1 else kwargs.get("axis")
+            return torch.Tensor.index_select(self, int(axis or 0), args[0])
+        return torch.Tensor.index_select(self, *args, **kwargs)
+
+    def matmul(self, y: torch.Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Any:
+        """Return the matrix product, with the last two axes of either swapped before."""
+        x: torch.Tensor = torch.Tensor.transpose(self, -1, -2) if transpose_x else self
+        return torch.Tensor.matmul(x, y.mT if transpose_y else y)
+
+    def greater_than(self, y: Any) -> Any:
+        """Return which values are greater."""
+        return self > y
+
+    def scale(self, scale: float = 1.0, bias: float = 0.0) -> Any:
+        """Return the values times a number, plus another."""
+        return self * scale + bias if bias else self * scale
+
     def max(self, *args: Any, **kwargs: Any) -> Any:
         """Return the largest values along an axis, alone as in Paddle; `dim=` is torch's."""
         return _reduce("max", self, args, kwargs)
@@ -276,6 +310,13 @@ class Parameter(nn.Parameter, Tensor):
     ([2, 3], False, True)
     """
 
+    name: Any = None
+    """Its name, such as `linear_0.w_0`; None if no layer of Paddle made it."""
+    optimize_attr: Any = {"learning_rate": 1.0}  # noqa: RUF012 - replaced, not changed
+    """Multiple of the optimizer's learning rate: `ParamAttr(learning_rate=)`."""
+    regularizer: Any = None
+    """Its own weight decay: `ParamAttr(regularizer=)`."""
+
     @property
     def grad(self) -> Any:
         """The gradient, or None."""
@@ -302,13 +343,20 @@ class Parameter(nn.Parameter, Tensor):
         self.requires_grad_(value)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return nn.Parameter.__deepcopy__(self, memo)
+        copied = nn.Parameter.__deepcopy__(self, memo)
+        copied.__dict__.update(self.__dict__)
+        if self.name is not None:
+            copied.__dict__["name"] = f"{self.name}_deepcopy_{next(_copies)}"
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild_parameter, (self.data, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{_format(self)}"
+
+
+_copies = itertools.count()
 
 
 def _rebuild_parameter(data: torch.Tensor, requires_grad: bool) -> Parameter:

@@ -14,6 +14,7 @@ from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle._places import default_device, device_of
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
 from mezzo.compat.paddle._tensor import as_tensor, plain_tensor
+from mezzo.compat.paddle.distributed import get_rank, get_world_size
 
 __all__ = [
     "BatchSampler",
@@ -21,6 +22,7 @@ __all__ = [
     "ConcatDataset",
     "DataLoader",
     "Dataset",
+    "DistributedBatchSampler",
     "IterableDataset",
     "RandomSampler",
     "Sampler",
@@ -139,6 +141,62 @@ class BatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return len(data.BatchSampler(self.sampler, self.batch_size, self.drop_last))
+
+
+class DistributedBatchSampler(Sampler[list[int]]):
+    """`paddle.io.DistributedBatchSampler`: the batches of one process of a group.
+
+    All processes have the same number of batches: the first samples are repeated at the end. Call
+    `set_epoch` before each pass to shuffle differently; without it each pass is another epoch.
+
+    >>> list(DistributedBatchSampler(range(6), batch_size=2, num_replicas=2, rank=1))
+    [[2, 3], [5]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
+        self.shuffle, self.drop_last, self.epoch = shuffle, drop_last, 0
+        self.nranks = get_world_size() if num_replicas is None else num_replicas
+        self.local_rank = get_rank() if rank is None else rank
+        self.num_samples = -(-len(dataset) // self.nranks)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size, total = len(self.dataset), self.num_samples * self.nranks
+        indices = list(range(size))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.epoch)
+            indices = torch.randperm(size, generator=generator).tolist()
+            self.epoch += 1
+        indices += indices[: total - size]
+        whole = self.num_samples // self.batch_size * self.batch_size
+        own = [
+            index
+            for start in range(self.local_rank * self.batch_size, whole * self.nranks, self._stride)
+            for index in indices[start : start + self.batch_size]
+        ]
+        left = self.num_samples - whole
+        last = whole * self.nranks + self.local_rank * left
+        own += indices[last : last + left]
+        return iter(data.BatchSampler(own, self.batch_size, self.drop_last))
+
+    def __len__(self) -> int:
+        return len(data.BatchSampler(range(self.num_samples), self.batch_size, self.drop_last))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the seed of the next shuffled pass."""
+        self.epoch = epoch
+
+    @property
+    def _stride(self) -> int:
+        return self.batch_size * self.nranks
 
 
 class DataLoader(data.DataLoader[Any]):

@@ -89,4 +89,16 @@ class Accuracy(Metric):
         return [self._name] if len(self.topk) == 1 else [f"{self._name}_top{k}" for k in self.topk]
 
 
+def accuracy(
+    input: torch.Tensor,
+    label: torch.Tensor,
+    k: int = 1,
+    correct: Any = None,
+    total: Any = None,
+    name: str | None = None,
+) -> torch.Tensor:
+    """Return how often the label is among the top k predictions of a batch, as a tensor."""
+    return Accuracy((k,)).compute(input, label).any(-1).float().mean()
+
+
 __getattr__ = module_getattr(__name__, SUBSTITUTIONS)

@@ -122,8 +122,33 @@ def test_attributes_choose_initializers_and_leave_parameters_out():
     assert layer.bias is None
     assert layer(paddle.ones([1, 2])).numpy().tolist() == [[6.0, 6.0]]
     assert (paddle.nn.Linear(2, 2, initializer.Constant(1.0)).weight.numpy() == 1).all()
-    with pytest.raises(ValueError, match="Pass groups to the optimizer"):
-        paddle.ParamAttr(learning_rate=0.1)
+    with pytest.raises(ValueError, match="Give the parameter an optimizer of its own"):
+        paddle.ParamAttr(need_clip=False)
+
+
+def test_parameters_have_paddles_names():
+    class OwnNet(paddle.nn.Layer):
+        pass
+
+    first, second = paddle.nn.Conv2D(1, 1, 1), paddle.nn.Conv2D(1, 1, 1)
+    prefix, number = first.weight.name.removesuffix(".w_0").rsplit("_", 1)
+    assert prefix == "conv2d"
+    assert first.bias.name == f"conv2d_{number}.b_0"
+    assert second.weight.name == f"conv2d_{int(number) + 1}.w_0"
+    assert paddle.nn.BatchNorm2D(1).bias.name.startswith("batch_norm2d_")
+    net = OwnNet()
+    names = [net.create_parameter([1]).name for _ in range(2)]
+    assert [name.split(".")[1] for name in names] == ["w_0", "w_1"]
+    assert net.create_parameter([1], attr="mine").name == "mine"
+    assert net.create_parameter([1], attr=paddle.ParamAttr(name="own")).name == "own"
+
+
+def test_a_copied_parameter_keeps_its_options_under_another_name():
+    attr = paddle.ParamAttr(learning_rate=0.1, regularizer=paddle.regularizer.L2Decay(0.5))
+    weight = paddle.nn.Linear(1, 1, attr).weight
+    copied = copy.deepcopy(weight)
+    assert (copied.optimize_attr, copied.regularizer) == (weight.optimize_attr, weight.regularizer)
+    assert copied.name.startswith(f"{weight.name}_deepcopy_")
 
 
 @pytest.mark.parametrize(

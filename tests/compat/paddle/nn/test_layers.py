@@ -182,10 +182,16 @@ def test_layers_and_functions_compute_what_torchs_do(layer, function, shape):
 
 
 def test_forms_of_dropout_that_torch_lacks_are_refused():
-    with pytest.raises(ValueError, match=r"dropout\(axis=0, mode='upscale_in_train'\) is not"):
+    with pytest.raises(ValueError, match=r"dropout\(axis=0\) is not supported"):
         nn.Dropout(0.5, axis=0)
-    with pytest.raises(ValueError, match="mode='downscale_in_infer'"):
-        PF.dropout(paddle.ones([2]), mode="downscale_in_infer")
+    with pytest.raises(ValueError, match="mode argument should be 'downscale_in_infer' or"):
+        PF.dropout(paddle.ones([2]), mode="upscale")
+
+
+def test_dropout_that_scales_down_for_inference():
+    layer = nn.Dropout(0.25, mode="downscale_in_infer")
+    assert set(layer(paddle.ones([100])).tolist()) == {0.0, 1.0}
+    assert layer.eval()(paddle.ones([1])).item() == 0.75
 
 
 def test_an_embedding_starts_xavier_uniform_with_a_row_of_zeros():
@@ -266,3 +272,156 @@ def test_cross_entropy_of_images_has_classes_on_an_axis(axis):
         PF.cross_entropy(moved, soft, soft_label=True, axis=axis),
         F.cross_entropy(logits, soft.movedim(axis, 1)),
     )
+
+
+@pytest.mark.parametrize(
+    ("layer", "function", "shape"),
+    [
+        (lambda: nn.Hardsigmoid(), F.hardsigmoid, [2, 3]),
+        (lambda: nn.Mish(), F.mish, [2, 3]),
+        (lambda: nn.ELU(0.5), lambda x: F.elu(x, 0.5), [2, 3]),
+        (lambda: nn.Softplus(2.0), lambda x: F.softplus(x, 2.0), [2, 3]),
+        (lambda: nn.LogSoftmax(0), lambda x: F.log_softmax(x, 0), [2, 3]),
+        (lambda: nn.Hardtanh(-0.5, 0.5), lambda x: x.clamp(-0.5, 0.5), [2, 3]),
+        (lambda: nn.PReLU(3, 0.5), lambda x: F.leaky_relu(x, 0.5), [2, 3, 4]),
+        (lambda: nn.InstanceNorm2D(3), F.instance_norm, [2, 3, 4, 4]),
+        (lambda: nn.SyncBatchNorm(3).eval(), lambda x: x / (1 + 1e-5) ** 0.5, [2, 3, 4, 4]),
+        (lambda: nn.AdaptiveMaxPool2D(2), lambda x: F.adaptive_max_pool2d(x, 2), [2, 3, 4, 4]),
+        (
+            lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+            lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+            [2, 3, 4, 4],
+        ),
+        (
+            lambda: lambda x: PF.interpolate(x, paddle.to_tensor([2, 6])),
+            lambda x: F.interpolate(x, (2, 6)),
+            [2, 3, 4, 4],
+        ),
+        (lambda: lambda x: PF.hardsigmoid(x, 0.25), lambda x: (x / 4 + 0.5).clamp(0, 1), [2, 3]),
+        (lambda: lambda x: PF.label_smooth(x, epsilon=0.5), lambda x: x / 2 + 0.125, [2, 4]),
+        (lambda: lambda x: PF.normalize(x, axis=0), lambda x: F.normalize(x, dim=0), [2, 4]),
+        (lambda: nn.Dropout2D(0.5).eval(), lambda x: x, [2, 3, 4, 4]),
+    ],
+)
+def test_more_layers_and_functions_compute_what_torchs_do(layer, function, shape):
+    x = paddle.randn(shape)
+    assert torch.allclose(layer()(x), function(x), atol=1e-6)
+
+
+def test_convolutions_of_other_dimensions_have_torchs_results():
+    x = paddle.rand([2, 4, 6])
+    layer = nn.Conv1D(4, 2, 3, groups=2)
+    assert torch.allclose(layer(x), F.conv1d(x, layer.weight, layer.bias, groups=2))
+    layer = nn.Conv3D(1, 2, 2)
+    assert layer(paddle.rand([1, 1, 3, 3, 3])).shape == [1, 2, 2, 2, 2]
+    image = paddle.rand([2, 4, 3, 3])
+    layer = nn.Conv2DTranspose(4, 2, 3, 2, 1, 1, dilation=1, groups=2)
+    assert layer(image).shape == [2, 2, 6, 6]
+    assert torch.allclose(
+        layer(image), F.conv_transpose2d(image, layer.weight, layer.bias, 2, 1, 1, 2)
+    )
+    with pytest.raises(ValueError, match="data_format='NLC' is not supported, only 'NCL'"):
+        nn.Conv1D(1, 1, 1, data_format="NLC")
+
+
+@pytest.mark.parametrize(("layer", "reference"), [("LSTM", "LSTM"), ("GRU", "GRU")])
+def test_recurrent_layers_take_batches_first(layer, reference):
+    made = getattr(nn, layer)(3, 4, num_layers=2, direction="bidirectional")
+    torchs = getattr(torch.nn, reference)(3, 4, 2, batch_first=True, bidirectional=True)
+    torchs.load_state_dict(made.state_dict())
+    x = paddle.randn([2, 5, 3])
+    output, states = made(x)
+    assert output.shape == [2, 5, 8]
+    assert torch.allclose(output, torchs(x)[0], atol=1e-6)
+    assert len(states) == 2 if layer == "LSTM" else states.shape == [4, 2, 4]
+    assert made.weight_ih_l0.name.startswith(layer.lower())
+    with pytest.raises(ValueError, match="direction should be forward or bidirect"):
+        getattr(nn, layer)(3, 4, direction="both")
+    with pytest.raises(ValueError, match="Pack the inputs"):
+        made(x, sequence_length=paddle.to_tensor([5, 3]))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_transformer_encoder_computes_what_torchs_does(before):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", normalize_before=before)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8)).eval()
+    torchs = torch.nn.TransformerEncoderLayer(
+        8, 2, 16, 0.0, "gelu", batch_first=True, norm_first=before
+    ).eval()
+    state = {}
+    for name, array in encoder.layers[1].state_dict().items():
+        value = torch.as_tensor(array.numpy())
+        state[name] = value.t() if value.dim() == 2 else value
+    for kind in ("weight", "bias"):
+        parts = [state.pop(f"self_attn.{name}_proj.{kind}") for name in "qkv"]
+        state[f"self_attn.in_proj_{kind}"] = torch.cat(parts)
+    torchs.load_state_dict(state)
+    x = torch.randn(2, 5, 8)
+    assert torch.allclose(encoder.layers[1](paddle.to_tensor(x)), torchs(x), atol=1e-5)
+    keep = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    keep[1, ..., 3:] = False
+    masked = encoder(paddle.to_tensor(x), paddle.to_tensor(keep))
+    changed = x.clone()
+    changed[1, 3:] = 0.0
+    assert torch.allclose(
+        masked[1, :3], encoder(paddle.to_tensor(changed), paddle.to_tensor(keep))[1, :3], atol=1e-5
+    )
+    with pytest.raises(ValueError, match="cache= is not supported"):
+        encoder(paddle.to_tensor(x), cache=[])
+
+
+def test_the_ctc_loss_takes_logits():
+    logits = paddle.randn([6, 2, 5])
+    labels, lengths = (
+        paddle.to_tensor([[1, 2], [3, 0]]),
+        (
+            paddle.to_tensor([6, 6]),
+            paddle.to_tensor([2, 1]),
+        ),
+    )
+    expected = F.ctc_loss(logits.log_softmax(-1), labels, *lengths, reduction="none")
+    assert torch.allclose(nn.CTCLoss(reduction="none")(logits, labels, *lengths), expected)
+
+
+def test_softmax_with_cross_entropy_returns_the_softmax_too():
+    logits, label = paddle.randn([3, 4]), paddle.to_tensor([[0], [1], [3]])
+    loss, probabilities = PF.softmax_with_cross_entropy(logits, label, return_softmax=True)
+    assert loss.shape == [3, 1]
+    assert torch.allclose(probabilities, F.softmax(logits, -1))
+
+
+def test_the_accuracy_of_a_batch_counts_the_top_predictions():
+    predicted = paddle.to_tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3]])
+    label = paddle.to_tensor([[1], [2]])
+    assert paddle.metric.accuracy(predicted, label).item() == 0.5
+    assert paddle.metric.accuracy(predicted, label, k=2).item() == 1.0
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_loss_of_bfloat16_logits_is_float32(level):
+    # The oracle's rows `cross_entropy` and `cross_entropy_soft` with bf16 inputs.
+    logits, labels = paddle.randn([4, 5]).astype("bfloat16"), paddle.to_tensor([[0], [1], [2], [3]])
+    soft = PF.softmax(paddle.randn([4, 5])).astype("bfloat16")
+    with paddle.amp.auto_cast(level=level, dtype="bfloat16"):
+        losses = [
+            nn.CrossEntropyLoss()(logits, labels),
+            PF.cross_entropy(logits, soft, soft_label=True),
+            PF.softmax_with_cross_entropy(logits, labels),
+        ]
+    assert {loss.dtype for loss in losses} == {torch.float32}
+    with paddle.amp.auto_cast(level="O2", dtype="bfloat16", use_promote=False):
+        assert PF.cross_entropy(logits, labels).dtype is torch.bfloat16
+    with paddle.amp.auto_cast(level="O2"):
+        assert PF.cross_entropy(logits.astype("float16"), labels).dtype is torch.float16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_of_the_norms_only_the_frobenius_norm_is_in_the_black_list(dtype):
+    # The oracle's rows `norm_fro` and `normalize`.
+    x = paddle.ones([2, 2]).astype(dtype)
+    with paddle.amp.auto_cast(dtype=dtype):
+        assert PF.normalize(x).dtype is getattr(torch, dtype)
+        assert paddle.norm(x, p=2).dtype is getattr(torch, dtype)
+        assert paddle.norm(x, p="fro").dtype is torch.float32
+        assert paddle.norm(x, p="fro", axis=[0, 1]).dtype is torch.float32
+    assert paddle.norm(x, p="fro").item() == paddle.norm(x, "fro", [0, 1]).item() == 2.0

@@ -123,7 +123,7 @@ def test_a_weight_decay_may_be_a_regularizer(weight):
         (
             {"learning_rate": "fast"},
             TypeError,
-            r"learning rate should be float, got str here.*torch.optim.lr_scheduler",
+            r"learning rate should be float or LRScheduler, got str here.*paddle.optimizer.lr",
         ),
         (
             {"weight_decay": "much"},
@@ -325,7 +325,7 @@ def test_lamb_excludes_parameters_from_weight_decay():
         ),
         (
             lambda p: paddle.optimizer.AdamW(parameters=p, apply_decay_param_fun=bool),
-            "Pass groups: parameters=",
+            "needs names, and a parameter of a torch module has none. Pass groups: parameters=",
         ),
     ],
     ids=["rescale_grad", "apply_decay_param_fun"],
@@ -340,3 +340,64 @@ def test_multi_precision_is_stored():
         parameters=[nn.Parameter(torch.ones(1))], multi_precision=True
     )
     assert optimizer._multi_precision
+
+
+def test_a_regularizer_is_a_weight_decay_and_one_of_a_parameter_comes_first():
+    attr = paddle.ParamAttr(learning_rate=0.5, regularizer=paddle.regularizer.L2Decay(0.0))
+    layer = paddle.nn.Linear(2, 1, bias_attr=attr)
+    optimizer = paddle.optimizer.Momentum(
+        learning_rate=0.2,
+        parameters=layer.parameters(),
+        weight_decay=paddle.regularizer.L2Decay(0.25),
+    )
+    groups = {id(group["params"][0]): group for group in optimizer.param_groups}
+    assert groups[id(layer.weight)]["weight_decay"] == 0.25
+    assert groups[id(layer.bias)]["weight_decay"] == 0.0
+    assert groups[id(layer.bias)]["lr"] == pytest.approx(0.1)
+    optimizer.set_lr(1.0)
+    assert groups[id(layer.bias)]["lr"] == 0.5
+    assert optimizer.get_lr() == 1.0
+
+
+def test_adamw_selects_parameters_by_name_and_takes_a_ratio():
+    net = paddle.nn.Sequential(paddle.nn.Linear(2, 2), paddle.nn.LayerNorm(2))
+    decayed = {net[0].weight.name, net[0].bias.name}
+    optimizer = paddle.optimizer.AdamW(
+        learning_rate=0.5,
+        parameters=net.parameters(),
+        weight_decay=0.25,
+        apply_decay_param_fun=lambda name: name in decayed,
+        lr_ratio=lambda parameter: 0.1 if parameter is net[0].bias else 1.0,
+    )
+    options = {
+        id(parameter): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert options[id(net[0].weight)] == (0.5, 0.25)
+    assert options[id(net[0].bias)] == (pytest.approx(0.05), 0.25)
+    assert options[id(net[1].weight)] == options[id(net[1].bias)] == (0.5, 0.0)
+
+
+def test_a_decoupled_weight_decay_refuses_a_regularizer_of_a_parameter():
+    attr = paddle.ParamAttr(regularizer=paddle.regularizer.L2Decay(0.5))
+    layer = paddle.nn.Linear(2, 1, weight_attr=attr)
+    with pytest.raises(ValueError, match=r"would add a second weight decay.*Pass groups"):
+        paddle.optimizer.AdamW(parameters=layer.parameters())
+    without = paddle.ParamAttr(regularizer=paddle.regularizer.L2Decay(0.0))
+    layer = paddle.nn.Linear(2, 1, weight_attr=without)
+    optimizer = paddle.optimizer.AdamW(parameters=layer.parameters(), weight_decay=0.5)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5]
+
+
+def test_lamb_excludes_parameters_of_groups_too():
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = paddle.optimizer.Lamb(
+        learning_rate=1.0,
+        parameters=[{"params": [first], "learning_rate": 0.5}, {"params": [second]}],
+        exclude_from_weight_decay_fn=lambda parameter: parameter is second,
+    )
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.5, 0.01),
+        (1.0, 0.0),
+    ]

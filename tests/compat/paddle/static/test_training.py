@@ -279,3 +279,23 @@ def test_norms_black_list_ops_and_calls_outside_the_guard_keep_float32_parameter
     assert ids(Precision("O2").full_tensors(program.nodes)) == ids(expected)
     expected += linear.parameters()
     assert ids(Precision("O2", guarded=True).full_tensors(program.nodes)) == ids(expected)
+
+
+def test_an_optimizer_of_static_mode_finds_the_parameters_of_the_program(exe, program):
+    layer, other = paddle.nn.Linear(4, 1).to("cpu"), paddle.nn.Linear(4, 1)
+    layer.bias.stop_gradient = True
+    paddle.enable_static()
+    try:
+        optimizer = paddle.optimizer.Momentum(learning_rate=0.1)
+    finally:
+        paddle.disable_static()
+    loss = layer(static.data("x", [-1, 4])).square().mean()
+    static.amp.decorate(optimizer, init_loss_scaling=8.0).minimize(loss)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    assert parameter is layer.weight
+    losses = [exe.run(program, feed={"x": X}, fetch_list=[loss])[0] for _ in range(3)]
+    assert losses[-1] < losses[0]
+    paddle.amp.decorate(other, level="O2")
+    assert other.weight.dtype is torch.float16
+    with pytest.raises(AttributeError, match=r"should not be None. Pass parameters="):
+        paddle.optimizer.SGD(learning_rate=0.1)

@@ -4,7 +4,7 @@ from mezzo.compat._missing import module_getattr
 from mezzo.compat.mxnet._parameter import Parameter, ParameterDict
 from mezzo.compat.mxnet._substitutions import SUBSTITUTIONS
 from mezzo.compat.mxnet._trainer import Trainer
-from mezzo.compat.mxnet.gluon import loss, nn, utils
+from mezzo.compat.mxnet.gluon import data, loss, nn, utils
 from mezzo.compat.mxnet.gluon.block import Block, HybridBlock
 from mezzo.compat.mxnet.gluon.symbol_block import SymbolBlock
 
@@ -15,6 +15,7 @@ __all__ = [
     "ParameterDict",
     "SymbolBlock",
     "Trainer",
+    "data",
     "loss",
     "nn",
     "utils",

@@ -227,10 +227,16 @@ class BatchNorm(Layer, nn.LazyBatchNorm2d, nn.BatchNorm2d):
     def forward(self, data: Tensor) -> Tensor:
         """Normalize, in training mode by the batch's statistics."""
         training = self.training and autograd.is_training() and not self.use_global_stats
+        mean: Any = self.running_mean
+        variance: Any = self.running_var
+        if training and data.numel() == data.shape[1]:
+            # torch refuses one value per channel; MXNet returns beta, as when SSD makes anchors.
+            training, data = False, data - data
+            mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         return functional.batch_norm(
             data,
-            self.running_mean,
-            self.running_var,
+            mean,
+            variance,
             self.weight,
             self.bias,
             training,

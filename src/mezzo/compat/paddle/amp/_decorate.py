@@ -135,7 +135,7 @@ def optimizers_of_models(models: Iterable[torch.nn.Module]) -> list[torch.optim.
     optimizers = []
     for optimizer in reversed(list(_registered.values())):
         stepped = {id(parameter) for parameter in parameters(optimizer)}
-        if stepped <= remaining:
+        if stepped and stepped <= remaining:
             remaining -= stepped
             optimizers.append(optimizer)
     return optimizers

@@ -61,6 +61,30 @@ class Callback:
         """Run after a prediction."""
 
 
+class LRScheduler(Callback):
+    """`paddle.callbacks.LRScheduler`: step the optimizer's scheduler; `fit` adds one by itself."""
+
+    def __init__(self, by_step: bool = True, by_epoch: bool = False) -> None:
+        if by_step and by_epoch:
+            raise ValueError("by_step option is mutually exclusive with by_epoch")
+        self.by_step, self.by_epoch = by_step, by_epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Step the scheduler after each epoch."""
+        if self.by_epoch:
+            self._step()
+
+    def on_train_batch_end(self, step: int, logs: Any = None) -> None:
+        """Step the scheduler after each batch."""
+        if self.by_step:
+            self._step()
+
+    def _step(self) -> None:
+        scheduler = getattr(self.model._optimizer, "_scheduler", None)
+        if scheduler is not None:
+            scheduler.step()
+
+
 class TrainingLoop:
     """Base of `Model`: loops over data sets, on top of the methods for one batch."""
 
@@ -117,6 +141,9 @@ class TrainingLoop:
             drop_last=drop_last,
             num_workers=num_workers,
         )
+        callbacks = to_list(callbacks)
+        if not any(isinstance(callback, LRScheduler) for callback in callbacks):
+            callbacks.append(LRScheduler())
         callback_list, self.stop_training = _CallbackList(callbacks, self), False
         steps = _num_steps(loader, num_iters)
         Progress(verbose, log_freq, steps).write_line(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -54,7 +57,19 @@ class Layer(nn.Module):
     ) -> Any:
         """Return a new parameter, Xavier-uniform or zero by default; None for `attr=False`."""
         default = default_initializer or (Constant(0.0) if is_bias else XavierUniform())
-        return create_parameter(shape, attr, dtype or self._dtype, default)
+        parameter = create_parameter(shape, attr, dtype or self._dtype, default)
+        if parameter is not None and parameter.name is None:
+            scope, kind = self._unique_scope(), "b" if is_bias else "w"
+            parameter.name = f"{scope}.{kind}_{next(_numbers[scope, kind])}"
+        return parameter
+
+    def _unique_scope(self) -> str:
+        """Return the name of this layer in its parameters' names, such as `conv2d_0`."""
+        if "_scope" not in self.__dict__:
+            words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", type(self).__name__)
+            kind = re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+            self.__dict__["_scope"] = f"{kind}_{next(_numbers[kind, ''])}"
+        return str(self.__dict__["_scope"])
 
     def parameters(self, recurse: bool = True, *, include_sublayers: bool = True) -> list[Any]:  # type: ignore[override]
         """Return the parameters, as a list."""
@@ -212,6 +227,10 @@ class LayerDict(nn.ModuleDict, Layer):
         super().__init__(sublayers)
 
 
+_numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
+"""The next number of each kind of layer and parameter."""
+
+
 def create_parameter(
     shape: Sequence[int], attr: Any, dtype: Any, default: Initializer
 ) -> Parameter | None:
@@ -229,6 +248,9 @@ def create_parameter(
         torch.empty(sizes, device=device, dtype=wanted), requires_grad=attribute.trainable
     )
     (initializer or default)(parameter)
+    parameter.name = attr if isinstance(attr, str) else attribute.name
+    parameter.optimize_attr = {"learning_rate": attribute.learning_rate}
+    parameter.regularizer = attribute.regularizer
     return parameter
 
 

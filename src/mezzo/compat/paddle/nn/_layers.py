@@ -46,11 +46,13 @@ class Linear(nn.Linear, Layer):
         return F.linear(input, self.weight, self.bias)
 
 
-class Conv2D(nn.Conv2d, Layer):
-    """`paddle.nn.Conv2D`: convolve images with channels first.
+class _ConvArguments:
+    """Arguments and initial values of Paddle's convolutions, in front of torch's class.
 
     The weight starts normal, with the deviation `sqrt(2 / fan_in)`, and the bias zero.
     """
+
+    _data_format: str
 
     def __init__(
         self,
@@ -64,10 +66,10 @@ class Conv2D(nn.Conv2d, Layer):
         padding_mode: Any = "zeros",
         weight_attr: Attr = None,
         bias_attr: Attr = None,
-        data_format: str = "NCHW",
+        data_format: str | None = None,
     ) -> None:
-        F.check_channels_first(data_format, "NCHW")
-        super().__init__(
+        F.check_channels_first(data_format or self._data_format, self._data_format)
+        super().__init__(  # type: ignore[call-arg]
             in_channels,
             out_channels,
             kernel_size,
@@ -78,10 +80,66 @@ class Conv2D(nn.Conv2d, Layer):
             padding_mode=padding_mode,
             device=_META,
         )
-        std = sqrt(2.0 / (prod(self.kernel_size) * in_channels))
-        self.weight = self.create_parameter(
-            self.weight.shape, weight_attr, default_initializer=Normal(0.0, std)
+        layer: Any = self
+        std = sqrt(2.0 / (prod(layer.kernel_size) * in_channels))
+        layer.weight = layer.create_parameter(
+            layer.weight.shape, weight_attr, default_initializer=Normal(0.0, std)
         )
+        layer.bias = layer.create_parameter([out_channels], bias_attr, is_bias=True)
+
+
+class Conv1D(_ConvArguments, nn.Conv1d, Layer):
+    """`paddle.nn.Conv1D`: convolve sequences with channels first."""
+
+    _data_format = "NCL"
+
+
+class Conv2D(_ConvArguments, nn.Conv2d, Layer):
+    """`paddle.nn.Conv2D`: convolve images with channels first.
+
+    >>> Conv2D(3, 8, 3).weight.shape
+    [8, 3, 3, 3]
+    """
+
+    _data_format = "NCHW"
+
+
+class Conv3D(_ConvArguments, nn.Conv3d, Layer):
+    """`paddle.nn.Conv3D`: convolve volumes with channels first."""
+
+    _data_format = "NCDHW"
+
+
+class Conv2DTranspose(nn.ConvTranspose2d, Layer):
+    """`paddle.nn.Conv2DTranspose`: convolve images with channels first, transposed."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        weight_attr: Attr = None,
+        bias_attr: Attr = None,
+        data_format: str = "NCHW",
+    ) -> None:
+        F.check_channels_first(data_format, "NCHW")
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            output_padding,
+            groups,
+            dilation=dilation,
+            device=_META,
+        )
+        self.weight = self.create_parameter(self.weight.shape, weight_attr)
         self.bias = self.create_parameter([out_channels], bias_attr, is_bias=True)
 
 
@@ -136,7 +194,13 @@ class _BatchNormArguments:
 
     def _create(self, name: str, attr: Attr, default: Constant) -> Any:
         shape = getattr(self, name).shape
-        return Layer.create_parameter(self, shape, attr, default_initializer=default)  # type: ignore[arg-type]
+        return Layer.create_parameter(
+            self,  # type: ignore[arg-type]
+            shape,
+            attr,
+            is_bias=name == "bias",
+            default_initializer=default,
+        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Accept Paddle's names of the statistics too."""
@@ -193,6 +257,31 @@ class BatchNorm(_BatchNormArguments, nn.BatchNorm2d, Layer):
         return output if self._activation is None else self._activation(output)
 
 
+class SyncBatchNorm(_BatchNormArguments, nn.SyncBatchNorm, Layer):
+    """`paddle.nn.SyncBatchNorm`: statistics of all processes, or of this one without a group."""
+
+
+class InstanceNorm2D(nn.InstanceNorm2d, Layer):
+    """`paddle.nn.InstanceNorm2D`; in Paddle's checkpoints its weight is `scale`."""
+
+    def __init__(
+        self,
+        num_features: int,
+        epsilon: float = 1e-5,
+        momentum: float = 0.9,
+        weight_attr: Attr = None,
+        bias_attr: Attr = None,
+        data_format: str = "NCHW",
+        name: str | None = None,
+    ) -> None:
+        F.check_channels_first(data_format, "NCHW")
+        super().__init__(num_features, epsilon, affine=True, device=_META)
+        self.weight = self.create_parameter(
+            [num_features], weight_attr, default_initializer=Constant(1.0)
+        )
+        self.bias = self.create_parameter([num_features], bias_attr, is_bias=True)
+
+
 class LayerNorm(nn.LayerNorm, Layer):
     """`paddle.nn.LayerNorm`."""
 
@@ -231,7 +320,7 @@ class GroupNorm(nn.GroupNorm, Layer):
         self.bias = self.create_parameter([num_channels], bias_attr, is_bias=True)
 
 
-# -- activations and pools -------------------------------------------------------------------------
+# -- shapes and pools ------------------------------------------------------------------------------
 
 
 class Flatten(nn.Flatten, Layer):
@@ -243,72 +332,6 @@ class Flatten(nn.Flatten, Layer):
 
 class Identity(nn.Identity, Layer):
     """`paddle.nn.Identity`."""
-
-
-class ReLU(nn.ReLU, Layer):
-    """`paddle.nn.ReLU`."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__()
-
-
-class ReLU6(nn.ReLU6, Layer):
-    """`paddle.nn.ReLU6`."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__()
-
-
-class LeakyReLU(nn.LeakyReLU, Layer):
-    """`paddle.nn.LeakyReLU`."""
-
-    def __init__(self, negative_slope: float = 0.01, name: str | None = None) -> None:
-        super().__init__(negative_slope)
-
-
-class Tanh(nn.Tanh, Layer):
-    """`paddle.nn.Tanh`."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__()
-
-
-class Sigmoid(nn.Sigmoid, Layer):
-    """`paddle.nn.Sigmoid`."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__()
-
-
-class Silu(nn.SiLU, Layer):
-    """`paddle.nn.Silu`."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__()
-
-
-Swish = Silu
-
-
-class Hardswish(nn.Hardswish, Layer):
-    """`paddle.nn.Hardswish`."""
-
-    def __init__(self, name: str | None = None) -> None:
-        super().__init__()
-
-
-class GELU(nn.GELU, Layer):
-    """`paddle.nn.GELU`; `approximate=True` uses tanh."""
-
-    def __init__(self, approximate: bool = False, name: str | None = None) -> None:
-        super().__init__("tanh" if approximate else "none")
-
-
-class Softmax(nn.Softmax, Layer):
-    """`paddle.nn.Softmax`, along the last axis by default."""
-
-    def __init__(self, axis: int = -1, name: str | None = None) -> None:
-        super().__init__(axis)
 
 
 class Dropout(nn.Dropout, Layer):
@@ -323,6 +346,40 @@ class Dropout(nn.Dropout, Layer):
     ) -> None:
         F.check_dropout(axis, mode)
         super().__init__(p)
+        self._mode = mode
+
+    def forward(self, input: Any) -> Any:
+        """Return the input with elements zeroed while training."""
+        return F.dropout(input, self.p, training=self.training, mode=self._mode)
+
+
+class Dropout2D(nn.Dropout2d, Layer):
+    """`paddle.nn.Dropout2D`: zeroes whole channels."""
+
+    def __init__(self, p: float = 0.5, data_format: str = "NCHW", name: str | None = None) -> None:
+        F.check_channels_first(data_format, "NCHW")
+        super().__init__(p)
+
+
+class Upsample(Layer):
+    """`paddle.nn.Upsample`: see `nn.functional.interpolate`."""
+
+    def __init__(
+        self,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool = False,
+        align_mode: int = 0,
+        data_format: str = "NCHW",
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._arguments = size, scale_factor, mode, align_corners, align_mode, data_format
+
+    def forward(self, x: Any) -> Any:
+        """Return the input in another size."""
+        return F.interpolate(x, *self._arguments)
 
 
 class MaxPool2D(nn.MaxPool2d, Layer):
@@ -370,3 +427,12 @@ class AdaptiveAvgPool2D(nn.AdaptiveAvgPool2d, Layer):
     ) -> None:
         F.check_channels_first(data_format, "NCHW")
         super().__init__(output_size)
+
+
+class AdaptiveMaxPool2D(nn.AdaptiveMaxPool2d, Layer):
+    """`paddle.nn.AdaptiveMaxPool2D`."""
+
+    def __init__(
+        self, output_size: Any, return_mask: bool = False, name: str | None = None
+    ) -> None:
+        super().__init__(output_size, return_mask)

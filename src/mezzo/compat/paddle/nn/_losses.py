@@ -97,3 +97,50 @@ class CrossEntropyLoss(nn.CrossEntropyLoss, Layer):
             label_smoothing=self.label_smoothing,
             **self._options,
         )
+
+
+class NLLLoss(nn.NLLLoss, Layer):
+    """`paddle.nn.NLLLoss`."""
+
+    def __init__(
+        self,
+        weight: Any = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction)
+
+
+class KLDivLoss(nn.KLDivLoss, Layer):
+    """`paddle.nn.KLDivLoss`."""
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__(reduction=reduction, log_target=log_target)
+
+
+class CTCLoss(Layer):
+    """`paddle.nn.CTCLoss`: see `nn.functional.ctc_loss`."""
+
+    def __init__(self, blank: int = 0, reduction: str = "mean") -> None:
+        super().__init__()
+        self.blank, self.reduction = blank, reduction
+
+    def forward(
+        self,
+        log_probs: Any,
+        labels: Any,
+        input_lengths: Any,
+        label_lengths: Any,
+        norm_by_times: bool = False,
+    ) -> Any:
+        """Return the loss."""
+        return F.ctc_loss(
+            log_probs,
+            labels,
+            input_lengths,
+            label_lengths,
+            self.blank,
+            self.reduction,
+            norm_by_times,
+        )

@@ -24,19 +24,30 @@ __all__ = [
     "binary_cross_entropy_with_logits",
     "conv2d",
     "cross_entropy",
+    "ctc_loss",
     "dropout",
+    "elu",
     "embedding",
     "gelu",
+    "hardsigmoid",
+    "hardswish",
+    "interpolate",
+    "kl_div",
     "l1_loss",
+    "label_smooth",
     "layer_norm",
     "leaky_relu",
     "linear",
+    "log_sigmoid",
     "log_softmax",
     "max_pool2d",
+    "mish",
     "mse_loss",
     "nll_loss",
+    "normalize",
     "one_hot",
     "pad",
+    "prelu",
     "relu",
     "relu6",
     "sigmoid",
@@ -48,6 +59,7 @@ __all__ = [
     "square_error_cost",
     "swish",
     "tanh",
+    "upsample",
 ]
 
 Tensors = Any
@@ -116,6 +128,41 @@ def silu(x: Tensors, name: str | None = None) -> Any:
 swish = silu
 
 
+def elu(x: Tensors, alpha: float = 1.0, name: str | None = None) -> Any:
+    """Return the exponential linear unit."""
+    return F.elu(x, alpha)
+
+
+def hardswish(x: Tensors, name: str | None = None) -> Any:
+    """Return `x * relu6(x + 3) / 6`."""
+    return F.hardswish(x)
+
+
+def hardsigmoid(
+    x: Tensors, slope: float = 0.1666667, offset: float = 0.5, name: str | None = None
+) -> Any:
+    """Return `x * slope + offset`, between 0 and 1."""
+    if (slope, offset) == (0.1666667, 0.5):
+        return F.hardsigmoid(x)
+    return torch.clamp(x * slope + offset, 0.0, 1.0)
+
+
+def mish(x: Tensors, name: str | None = None) -> Any:
+    """Return `x * tanh(softplus(x))`."""
+    return F.mish(x)
+
+
+def prelu(x: Tensors, weight: Tensors, data_format: str = "NCHW", name: str | None = None) -> Any:
+    """Return the positive part, plus the negative part times a weight."""
+    check_channels_first(data_format, "NCHW")
+    return F.prelu(x, weight)
+
+
+def log_sigmoid(x: Tensors, name: str | None = None) -> Any:
+    """Return the logarithm of the logistic function."""
+    return F.logsigmoid(x)
+
+
 def softplus(x: Tensors, beta: float = 1, threshold: float = 20, name: str | None = None) -> Any:
     """Return a smooth positive part."""
     return F.softplus(x, beta, threshold)
@@ -143,17 +190,22 @@ def dropout(
     mode: str = "upscale_in_train",
     name: str | None = None,
 ) -> Any:
-    """Zero elements with a probability and scale the others up."""
+    """Zero elements with a probability; scale the others up, or all down for inference."""
     check_dropout(axis, mode)
-    return F.dropout(x, float(p), training)
+    dropped = F.dropout(x, float(p), training)
+    return dropped if mode == "upscale_in_train" else dropped * (1.0 - float(p))
 
 
 def check_dropout(axis: Any, mode: str) -> None:
     """Raise for the forms of dropout that torch does not have."""
-    if axis is not None or mode != "upscale_in_train":
+    if mode not in ("upscale_in_train", "downscale_in_infer"):
         raise ValueError(
-            f"dropout(axis={axis!r}, mode={mode!r}) is not supported: only axis=None and"
-            " mode='upscale_in_train' are. For whole channels use torch.nn.functional.dropout2d."
+            f"mode argument should be 'downscale_in_infer' or 'upscale_in_train', got {mode!r}."
+        )
+    if axis is not None:
+        raise ValueError(
+            f"dropout(axis={axis!r}) is not supported. For whole channels use"
+            " torch.nn.functional.dropout2d."
         )
 
 
@@ -246,6 +298,52 @@ def one_hot(x: Tensors, num_classes: int, name: str | None = None) -> Any:
     return F.one_hot(x.long(), num_classes).float()
 
 
+def label_smooth(
+    label: Tensors, prior_dist: Tensors = None, epsilon: float = 0.1, name: str | None = None
+) -> Any:
+    """Return one-hot labels mixed with a distribution, which is uniform by default."""
+    prior = 1.0 / label.shape[-1] if prior_dist is None else prior_dist
+    return (1.0 - epsilon) * label + epsilon * prior
+
+
+def normalize(
+    x: Tensors, p: float = 2, axis: int = 1, epsilon: float = 1e-12, name: str | None = None
+) -> Any:
+    """Divide by the norm along an axis."""
+    # Not torch's function: its norm is an op of the black list, and Paddle's `p_norm` is not.
+    return x / torch.linalg.vector_norm(x, p, axis, keepdim=True).clamp_min(epsilon)
+
+
+def interpolate(
+    x: Tensors,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool = False,
+    align_mode: int = 0,
+    data_format: str = "NCHW",
+    name: str | None = None,
+) -> Any:
+    """Return images in another size."""
+    check_channels_first(data_format, "NCHW")
+    mode = mode.lower()
+    interpolates = mode in ("linear", "bilinear", "bicubic", "trilinear")
+    if align_mode != 0 and mode != "bicubic" and interpolates and not align_corners:
+        raise ValueError(
+            f"align_mode={align_mode!r} is not supported with mode={mode!r}. Use align_mode=0,"
+            " Paddle's default, or align_corners=True."
+        )
+    sizes = size.tolist() if isinstance(size, torch.Tensor) else size
+    if isinstance(sizes, list | tuple):
+        sizes = [int(number) for number in sizes]
+    return F.interpolate(
+        x, sizes, scale_factor, mode, align_corners=align_corners if interpolates else None
+    )
+
+
+upsample = interpolate
+
+
 def pad(
     x: Tensors,
     pad: Any,
@@ -321,6 +419,34 @@ def binary_cross_entropy_with_logits(
     )
 
 
+def kl_div(
+    input: Tensors,
+    label: Tensors,
+    reduction: str = "mean",
+    log_target: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Return the Kullback-Leibler divergence of logarithms of probabilities."""
+    return F.kl_div(input, label, reduction=reduction, log_target=log_target)
+
+
+def ctc_loss(
+    log_probs: Tensors,
+    labels: Tensors,
+    input_lengths: Tensors,
+    label_lengths: Tensors,
+    blank: int = 0,
+    reduction: str = "mean",
+    norm_by_times: bool = False,
+) -> Any:
+    """Return the CTC loss of logits: as in Paddle, the softmax is part of it."""
+    if norm_by_times:
+        raise ValueError("norm_by_times=True is not supported. Divide the loss by the lengths.")
+    probabilities = F.log_softmax(log_probs, dim=-1)
+    lengths = input_lengths.long(), label_lengths.long()
+    return F.ctc_loss(probabilities, labels.long(), *lengths, blank=blank, reduction=reduction)
+
+
 def nll_loss(
     input: Tensors,
     label: Tensors,
@@ -347,12 +473,15 @@ def cross_entropy(
 ) -> Any:
     """Return the cross entropy; classes are on the last axis unless `axis` is another.
 
-    Labels are class numbers of shape (N,) or (N, 1), or with `soft_label=True` probabilities.
+    Labels are class numbers of shape (N,) or (N, 1), or with `soft_label=True` probabilities. The
+    loss of bfloat16 logits is float32, as in Paddle.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([[1], [3]])).item()
     1.3862943649291992
     """
     has_class_axis = label.dim() == input.dim()
+    if input.dtype is torch.bfloat16:
+        input = input.float()
     logits = input.movedim(axis, 1) if input.dim() > 2 else input
     if soft_label:
         target = label.movedim(axis, 1) if label.dim() > 2 else label
@@ -375,10 +504,12 @@ def softmax_with_cross_entropy(
     label: Tensors,
     soft_label: bool = False,
     ignore_index: int = -100,
+    numeric_stable_mode: bool = True,
+    return_softmax: bool = False,
     axis: int = -1,
 ) -> Any:
-    """Return the cross entropy of each sample."""
-    return cross_entropy(
+    """Return the cross entropy of each sample, and with `return_softmax` the softmax too."""
+    loss = cross_entropy(
         logits,
         label,
         ignore_index=ignore_index,
@@ -386,6 +517,7 @@ def softmax_with_cross_entropy(
         soft_label=soft_label,
         axis=axis,
     )
+    return (loss, softmax(logits, axis)) if return_softmax else loss
 
 
 def check_channels_first(data_format: str, allowed: str) -> None:

@@ -161,11 +161,7 @@ class KaimingNormal:
 
 @dataclass(frozen=True)
 class ParamAttr:
-    """`paddle.ParamAttr`: how a parameter is made.
-
-    A learning rate or regularizer of one parameter is not supported here: use groups of the
-    optimizer.
-    """
+    """`paddle.ParamAttr`: how a parameter is made, and trained by the optimizers of the dialect."""
 
     name: str | None = None
     initializer: Initializer | None = None
@@ -176,11 +172,10 @@ class ParamAttr:
     need_clip: bool = True
 
     def __post_init__(self) -> None:
-        if self.learning_rate != 1.0 or self.regularizer is not None or not self.need_clip:
+        if not self.need_clip:
             raise ValueError(
-                "ParamAttr(learning_rate=, regularizer=, need_clip=) of a single parameter is not"
-                " supported. Pass groups to the optimizer: parameters=[{'params': [...],"
-                " 'learning_rate': 0.1, 'weight_decay': 0.0}, ...]."
+                "ParamAttr(need_clip=False) is not supported: the optimizer's grad_clip clips all"
+                " of its parameters. Give the parameter an optimizer of its own."
             )
 
 

@@ -15,10 +15,13 @@ import torch
 import mezzo
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
+from mezzo.compat.paddle.optimizer import lr
 from mezzo.compat.paddle.optimizer._base import (
     Decay,
+    LearningRate,
     Optimizer,
     Parameters,
+    decay_by_name,
     parse_learning_rate,
     parse_parameters,
     parse_weight_decay,
@@ -35,6 +38,7 @@ __all__ = [
     "Momentum",
     "Optimizer",
     "RMSProp",
+    "lr",
 ]
 
 
@@ -45,7 +49,7 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
 
     def __init__(
         self,
-        learning_rate: float,
+        learning_rate: LearningRate,
         epsilon: float = 1e-6,
         parameters: Parameters = None,
         weight_decay: Decay = None,
@@ -63,7 +67,7 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
             lr=parse_learning_rate(learning_rate),
             **options,
         )
-        self._finish_init(grad_clip)
+        self._finish_init(learning_rate, grad_clip)
 
 
 class Adadelta(Optimizer, torch.optim.Adadelta):
@@ -71,7 +75,7 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: LearningRate = 0.001,
         epsilon: float = 1e-6,
         rho: float = 0.95,
         parameters: Parameters = None,
@@ -86,7 +90,7 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
             eps=epsilon,
             weight_decay=parse_weight_decay(weight_decay),
         )
-        self._finish_init(grad_clip)
+        self._finish_init(learning_rate, grad_clip)
 
 
 class RMSProp(Optimizer, torch.optim.RMSprop):
@@ -97,7 +101,7 @@ class RMSProp(Optimizer, torch.optim.RMSprop):
 
     def __init__(
         self,
-        learning_rate: float,
+        learning_rate: LearningRate,
         rho: float = 0.95,
         epsilon: float = 1e-6,
         momentum: float = 0.0,
@@ -119,7 +123,7 @@ class RMSProp(Optimizer, torch.optim.RMSprop):
             lr=parse_learning_rate(learning_rate),
             **options,
         )
-        self._finish_init(grad_clip)
+        self._finish_init(learning_rate, grad_clip)
 
 
 class Adam(Optimizer, torch.optim.Adam):
@@ -129,7 +133,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: LearningRate = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
         epsilon: float = 1e-8,
@@ -153,21 +157,20 @@ class Adam(Optimizer, torch.optim.Adam):
             lr=parse_learning_rate(learning_rate),
             **options,
         )
-        self._finish_init(grad_clip, multi_precision=multi_precision)
+        self._finish_init(learning_rate, grad_clip, multi_precision=multi_precision)
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
     """`paddle.optimizer.AdamW`: Adam with decoupled weight decay.
 
-    `lr_ratio` and `apply_decay_param_fun` raise: they select parameters by Paddle's names. Pass
-    parameter groups instead.
+    `apply_decay_param_fun` takes the name of a parameter, and `lr_ratio` the parameter itself.
     """
 
     steps_as = torch.optim.AdamW
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: LearningRate = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
         epsilon: float = 1e-8,
@@ -181,11 +184,6 @@ class AdamW(Optimizer, torch.optim.AdamW):
         amsgrad: bool = False,
         name: str | None = None,
     ) -> None:
-        if lr_ratio is not None or apply_decay_param_fun is not None:
-            raise ValueError(
-                "lr_ratio and apply_decay_param_fun select parameters by Paddle's names and are not"
-                " supported. Pass groups: parameters=[{'params': ..., 'weight_decay': 0.0}]."
-            )
         options: dict[str, Any] = {
             "betas": (beta1, beta2),
             "eps": epsilon,
@@ -193,11 +191,17 @@ class AdamW(Optimizer, torch.optim.AdamW):
             "amsgrad": amsgrad,
         }
         super().__init__(
-            parse_parameters(parameters, learning_rate),
+            parse_parameters(
+                parameters,
+                learning_rate,
+                decays=decay_by_name(apply_decay_param_fun),
+                ratio=lr_ratio,
+                decoupled=True,
+            ),
             lr=parse_learning_rate(learning_rate),
             **options,
         )
-        self._finish_init(grad_clip, multi_precision=multi_precision)
+        self._finish_init(learning_rate, grad_clip, multi_precision=multi_precision)
 
 
 class Lamb(Optimizer, mezzo.LAMB):
@@ -210,7 +214,7 @@ class Lamb(Optimizer, mezzo.LAMB):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: LearningRate = 0.001,
         lamb_weight_decay: float = 0.01,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -222,21 +226,13 @@ class Lamb(Optimizer, mezzo.LAMB):
         always_adapt: bool = False,
         name: str | None = None,
     ) -> None:
-        params = parse_parameters(parameters, learning_rate)
-        if exclude_from_weight_decay_fn is not None:
-            without_decay = [
-                parameter for parameter in params if exclude_from_weight_decay_fn(parameter)
-            ]
-            with_decay = [
-                parameter
-                for parameter in params
-                if not any(parameter is other for other in without_decay)
-            ]
-            groups: list[dict[str, Any]] = [
-                {"params": with_decay},
-                {"params": without_decay, "weight_decay": 0.0},
-            ]
-            params = [group for group in groups if group["params"]]
+        exclude = exclude_from_weight_decay_fn
+        params = parse_parameters(
+            parameters,
+            learning_rate,
+            decays=None if exclude is None else lambda parameter: not exclude(parameter),
+            decoupled=True,
+        )
         super().__init__(
             params,
             lr=parse_learning_rate(learning_rate),
@@ -244,7 +240,7 @@ class Lamb(Optimizer, mezzo.LAMB):
             eps=epsilon,
             weight_decay=parse_weight_decay(lamb_weight_decay),
         )
-        self._finish_init(grad_clip, multi_precision=multi_precision)
+        self._finish_init(learning_rate, grad_clip, multi_precision=multi_precision)
 
 
 class Adamax(Optimizer, torch.optim.Adamax):
@@ -252,7 +248,7 @@ class Adamax(Optimizer, torch.optim.Adamax):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: LearningRate = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
         epsilon: float = 1e-8,
@@ -271,7 +267,7 @@ class Adamax(Optimizer, torch.optim.Adamax):
             lr=parse_learning_rate(learning_rate),
             **options,
         )
-        self._finish_init(grad_clip)
+        self._finish_init(learning_rate, grad_clip)
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -290,7 +286,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: LearningRate = 0.001,
         parameters: Parameters = None,
         weight_decay: Decay = None,
         grad_clip: Any = None,
@@ -302,7 +298,7 @@ class SGD(Optimizer, torch.optim.SGD):
             lr=parse_learning_rate(learning_rate),
             weight_decay=parse_weight_decay(weight_decay),
         )
-        self._finish_init(grad_clip, multi_precision=multi_precision)
+        self._finish_init(learning_rate, grad_clip, multi_precision=multi_precision)
 
 
 class Momentum(Optimizer, torch.optim.SGD):
@@ -315,7 +311,7 @@ class Momentum(Optimizer, torch.optim.SGD):
 
     def __init__(
         self,
-        learning_rate: float = 0.001,
+        learning_rate: LearningRate = 0.001,
         momentum: float = 0.9,
         parameters: Parameters = None,
         use_nesterov: bool = False,
@@ -338,7 +334,7 @@ class Momentum(Optimizer, torch.optim.SGD):
             nesterov=use_nesterov,
             weight_decay=parse_weight_decay(weight_decay),
         )
-        self._finish_init(grad_clip, multi_precision=multi_precision)
+        self._finish_init(learning_rate, grad_clip, multi_precision=multi_precision)
 
 
 __getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch.optim)

@@ -146,6 +146,15 @@ def attach_trainer(loss: Any, optimizer: Optimizer, precision: Precision) -> Pro
     """
     variable = loss if isinstance(loss, Variable) else _build_loss(loss)
     program = variable.program
+    if not any(group["params"] for group in optimizer.param_groups):
+        # Constructed without parameters=.
+        nodes = program.needed_for([variable])
+        read = {id(tensor): tensor for node in nodes for tensor in node.tensors()}
+        optimizer.param_groups[0]["params"] += [
+            tensor
+            for tensor in read.values()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        ]
     _check_loss(variable, optimizer)
     trainer = ProgramTrainer(program, variable, optimizer, precision)
     program.train_with(trainer)
