@@ -99,7 +99,7 @@ class CaptureRunner:
         kind = self._find_kind(inputs)
         if kind is None:
             return self._run_eagerly(inputs)
-        if phase.first and self._executor.static_gradients.exist:
+        if self._executor.static_gradients.exist:
             self._executor.static_gradients.attach()
         captured = kind.graphs.get(phase)
         if captured is not None:
