@@ -121,6 +121,17 @@ def test_the_recapture_key_tells_apart_tensors_that_a_captured_copy_reads(name: 
     assert binding.recapture_key() == numbers
 
 
+def test_groups_that_change_places_change_the_recapture_key() -> None:
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in (2, 3)]
+    optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights])
+    binding = bind_optimizer(optimizer, MasterWeights())
+    key = binding.recapture_key()
+    optimizer.param_groups.reverse()
+    assert binding.recapture_key() != key
+    optimizer.param_groups.reverse()
+    assert binding.recapture_key() == key
+
+
 def test_a_capture_copies_no_learning_rate_from_a_tensor_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

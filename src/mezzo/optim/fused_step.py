@@ -166,15 +166,19 @@ class FusedBinding(DeviceBinding):
     def recapture_key(self) -> tuple[Any, ...]:
         """Return what a captured step depends on: if it changes, the step is captured again."""
         # If nothing has changed, every value of a group is the same object, which makes comparing
-        # fast. The list of parameters is the same object when it grows, so that its length counts.
+        # fast. The list of parameters is the same object when it grows, so that its length counts,
+        # and comparing other lists would compare tensors. Groups may also change places.
         groups = groups_of(self.optimizer)
-        values = [[*group.values(), len(group["params"])] for group in groups]
+        sizes = [(id(group["params"]), len(group["params"])) for group in groups]
+        values = [
+            [*[value for name, value in group.items() if name != "params"], *size]
+            for group, size in zip(groups, sizes, strict=True)
+        ]
         # Equal tensors may be different ones, and comparing them would synchronize.
         if self._has_tensors or values != self._last_groups[0]:
             tensors = list(map(self._tensor_addresses, groups))
             self._has_tensors = any(tensors)
             variants = map(self._algorithm.variant, groups)
-            sizes = [len(group["params"]) for group in groups]
             self._last_groups = (values, tuple(zip(variants, sizes, tensors, strict=True)))
         lacks_states = self._lacks_states(self._plan)
         return id(self.optimizer.state), lacks_states, self.masters.generation, self._last_groups[1]
