@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import torch
 
 from mezzo import _launch
+from mezzo._errors import UnsupportedError
 from mezzo.optim.binding import Optimizer
 from mezzo.optim.device_binding import DeviceBinding, write_table
 from mezzo.optim.fused_algorithms import ALGORITHMS, Number, algorithm_name
@@ -133,6 +134,12 @@ class FusedBinding(DeviceBinding):
         if not is_checked:
             step_gradients = self._current_gradients() if self._has_kernels else None
         if step_gradients is None:
+            if self._has_kernels and self._is_capturing():
+                # The original step would write the numbers of the capture at every replay.
+                raise UnsupportedError(
+                    f"the fused step of {type(self.optimizer).__name__} cannot update a parameter:"
+                    " it needs dense float32 parameters, or 16-bit ones with master weights"
+                )
             self._square_sum = self.device_rate = None
             super().step(scale, found_inf)
             return
@@ -160,6 +167,10 @@ class FusedBinding(DeviceBinding):
         if plan.mesh is not None:
             torch.autograd.graph.increment_version([slot.shard for slot in plan.slots])
         plan.note_written(self.masters.mark_written(plan.parameters))
+
+    def _is_capturing(self) -> bool:
+        trained = all_parameters(self.optimizer)
+        return any(_launch.is_capturing(parameter.device) for parameter in trained)
 
     # -- capture and replay ------------------------------------------------------------------------
 
