@@ -437,6 +437,30 @@ def closed_form_rates(scheduler: object) -> Callable[[], list[Any]] | None:
     return getattr(scheduler, "_get_closed_form_lr", None)
 
 
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+_HOOKS = {
+    "module": ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    "parameter": ("_backward_hooks", "_post_accumulate_grad_hooks"),
+    "optimizer": ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+}
+
+
+def hook_tables(
+    modules: Sequence[Any], parameters: Sequence[Any], optimizers: Sequence[Any]
+) -> list[dict[int, Any]]:
+    """Return the hooks of modules, parameters and optimizers, by the ids of their handles."""
+    kinds = {"module": modules, "parameter": parameters, "optimizer": optimizers}
+    tables = (
+        getattr(owner, name, None)
+        for kind, owners in kinds.items()
+        for owner in owners
+        for name in _HOOKS[kind]
+    )
+    return [table for table in tables if table is not None]
+
+
 # -- places of ops ---------------------------------------------------------------------------------
 
 

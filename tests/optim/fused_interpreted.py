@@ -438,6 +438,19 @@ def test_a_cleared_state_begins_again(name: str) -> None:
         assert steps == {2.0}
 
 
+def test_a_state_that_other_code_replaces_changes_the_recapture_key_once() -> None:
+    trained = step_cases.training("AdamW", "split", torch.bfloat16, "cpu", seed=5)
+    keys = []
+    for is_replaced in (False, False, True, False):
+        if is_replaced:
+            state = trained.optimizer.state[trained.parameters[0]]
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        keys.append(trained.bound.recapture_key())
+        trained.gradients()
+        trained.step()
+    assert [keys.index(key) for key in keys] == [0, 0, 2, 0]
+
+
 def test_a_parameter_appended_to_a_group_gets_a_master() -> None:
     model = torch.nn.Linear(8, 8)
     torch.nn.init.ones_(model.weight)

@@ -410,6 +410,23 @@ def test_the_recapture_key_has_every_number_except_the_learning_rate() -> None:
     key = twins.binding.recapture_key()
     twins.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert twins.binding.recapture_key() != key
+    key = twins.binding.recapture_key()
+    twins.optimizer.param_groups.reverse()
+    assert twins.binding.recapture_key() != key
+
+
+def test_a_state_that_other_code_replaces_changes_the_recapture_key_once() -> None:
+    twins = Twins("RAdam")
+    keys = []
+    for is_replaced in (False, False, True, False):
+        if is_replaced:
+            state = twins.optimizer.state[twins.parameters[0]]
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        keys.append(twins.binding.recapture_key())
+        twins.set_gradients()
+        step(twins.optimizer)
+    assert keys[1] != keys[2]
+    assert keys[3] == keys[1]
 
 
 def test_learning_rates_are_copied_before_a_replay_to_the_memory_of_the_capture() -> None:

@@ -9,7 +9,7 @@ import torch
 from support import step_cases
 from support.interpreted import needs_triton, run_interpreted
 
-from mezzo import _launch
+from mezzo import UnsupportedError, _launch
 from mezzo.optim.bind_optimizer import bind_optimizer
 from mezzo.optim.fused_algorithms import ALGORITHMS
 from mezzo.optim.fused_step import FusedBinding
@@ -119,6 +119,30 @@ def test_the_recapture_key_tells_apart_tensors_that_a_captured_copy_reads(name: 
     assert [keys.index(key) for key in keys] == [0, 1, 0, 3]
     group |= {"lr": 0.5, "betas": (0.5, 0.99)}
     assert binding.recapture_key() == numbers
+
+
+def test_a_step_without_kernels_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    binding = bind_optimizer(optimizer, MasterWeights())
+    monkeypatch.setattr(binding, "_has_kernels", True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
+    monkeypatch.setattr(_launch, "is_capturing", lambda _: True)
+    with pytest.raises(UnsupportedError, match="the fused step of SGD cannot update"):
+        optimizer.step()
+
+
+def test_groups_that_change_places_change_the_recapture_key() -> None:
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in (2, 3)]
+    optimizer = torch.optim.AdamW([{"params": [weight]} for weight in weights])
+    binding = bind_optimizer(optimizer, MasterWeights())
+    key = binding.recapture_key()
+    optimizer.param_groups.reverse()
+    assert binding.recapture_key() != key
+    optimizer.param_groups.reverse()
+    assert binding.recapture_key() == key
 
 
 def test_a_capture_copies_no_learning_rate_from_a_tensor_on_the_host(

@@ -208,6 +208,16 @@ def test_the_kernel_changes_the_scale_as_next_state_does(
         assert scale.read() == state, step
 
 
+def test_an_equal_rule_does_not_write_the_table_anew() -> None:
+    scale = DeviceLossScale(ScaleState(), torch.device("cpu"))
+    scale.advance(torch.zeros(()), ScaleRule(growth_factor=4.0))
+    table = scale._rule
+    scale.advance(torch.zeros(()), ScaleRule(growth_factor=4.0))
+    assert scale._rule is table
+    scale.advance(torch.zeros(()), ScaleRule(growth_factor=3.0))
+    assert scale._rule is not table
+
+
 def test_sums_of_squares_are_those_of_the_unscaled_gradients() -> None:
     generator = torch.Generator().manual_seed(seed := fresh_seed())
     tensors = [torch.randn(size, generator=generator).half() for size in (1, 700, 5000)]

@@ -56,14 +56,17 @@ class TestExecutor:
         assert seen == [(True, True)]
         assert not torch.is_autocast_enabled("cpu")
 
-    def test_the_last_call_of_an_accumulation_updates(self):
+    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+    def test_the_last_call_of_an_accumulation_updates(self, mode):
         executor, made = self.executor(mean_square, accumulate=2)
         weight = made.model.layers[0].weight
-        before = weight.clone()
-        executor.run(CALL, FIRST, None)
+        before = weight.detach().clone()
+        with mode():
+            executor.run(CALL, FIRST, None)
         assert torch.equal(weight, before)
         assert weight.grad is not None
-        executor.run(CALL, LAST, None)
+        with mode():
+            executor.run(CALL, LAST, None)
         assert not torch.equal(weight, before)
         assert weight.grad is None
 

@@ -54,3 +54,24 @@ def test_released_gradients_that_are_zero_are_removed(static, parameters):
     static.release(records=True)
     assert have_gradients(parameters) == [True, False]
     assert not static.exist
+
+
+def test_gradients_that_other_code_removes_are_zero(static, parameters):
+    (parameters[0].sum() + parameters[1].sum()).backward()
+    gradients = [one.grad for one in parameters]
+    for one in parameters:
+        one.grad = None
+    static.attach()
+    assert [one.grad for one in parameters] == gradients
+    assert not torch.stack(gradients).any()
+    static.detach_unused()
+    assert have_gradients(parameters) == [False, False]
+
+
+def test_values_of_gradients_that_other_code_replaces_are_kept(static, parameters):
+    gradients = [one.grad for one in parameters]
+    parameters[1].sum().backward()
+    parameters[0].grad, parameters[1].grad = torch.full((2,), 3.0), None
+    static.attach()
+    assert all(one.grad is gradient for one, gradient in zip(parameters, gradients, strict=True))
+    assert torch.stack(gradients).tolist() == [[3.0, 3.0], [0.0, 0.0]]

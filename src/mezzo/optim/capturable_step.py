@@ -60,6 +60,12 @@ class StepPlan:
 
     parameters: list[torch.Tensor]
     versions: list[int]
+    states: list[tuple[dict[str, Any], str, torch.Tensor]]
+    """Tensors of the optimizer's state, each with its dictionary and its name."""
+
+    def has_states(self) -> bool:
+        """Return whether the optimizer's state has the tensors that the step updates."""
+        return all(state.get(name) is tensor for state, name, tensor in self.states)
 
     def note_written(self, versions: list[int]) -> None:
         """Note the versions after an update."""
@@ -141,7 +147,13 @@ class CapturableBinding(DeviceBinding):
         for parameter in updated:
             # After the step, because torch's optimizers initialize a state only if it is empty.
             self.masters.add_to_state(parameter, self.optimizer.state)
-        self._plan = StepPlan(updated, list(map(version_of, updated)))
+        states = [
+            (state, name, value)
+            for state in map(self.optimizer.state.__getitem__, updated)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name not in KEYS
+        ]
+        self._plan = StepPlan(updated, list(map(version_of, updated)), states)
 
     # -- capture and replay ------------------------------------------------------------------------
 
@@ -152,7 +164,12 @@ class CapturableBinding(DeviceBinding):
             self._last_state, self._state_changes = state, self._state_changes + 1
         names = [name for name in self.optimizer.defaults if name != "lr"]
         numbers = [
-            (len(group["params"]), _address(group["lr"]), *[group.get(name) for name in names])
+            (
+                id(group["params"]),
+                len(group["params"]),
+                _address(group["lr"]),
+                *[group.get(name) for name in names],
+            )
             for group in groups
         ]
         lacks_states = self._lacks_states(self._plan)

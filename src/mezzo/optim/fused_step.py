@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import torch
 
 from mezzo import _launch
+from mezzo._errors import UnsupportedError
 from mezzo.optim.binding import Optimizer
 from mezzo.optim.device_binding import DeviceBinding, write_table
 from mezzo.optim.fused_algorithms import ALGORITHMS, Number, algorithm_name
@@ -133,6 +134,12 @@ class FusedBinding(DeviceBinding):
         if not is_checked:
             step_gradients = self._current_gradients() if self._has_kernels else None
         if step_gradients is None:
+            if self._has_kernels and self._is_capturing():
+                # The original step would write the numbers of the capture at every replay.
+                raise UnsupportedError(
+                    f"the fused step of {type(self.optimizer).__name__} cannot update a parameter:"
+                    " it needs dense float32 parameters, or 16-bit ones with master weights"
+                )
             self._square_sum = self.device_rate = None
             super().step(scale, found_inf)
             return
@@ -161,20 +168,28 @@ class FusedBinding(DeviceBinding):
             torch.autograd.graph.increment_version([slot.shard for slot in plan.slots])
         plan.note_written(self.masters.mark_written(plan.parameters))
 
+    def _is_capturing(self) -> bool:
+        trained = all_parameters(self.optimizer)
+        return any(_launch.is_capturing(parameter.device) for parameter in trained)
+
     # -- capture and replay ------------------------------------------------------------------------
 
     def recapture_key(self) -> tuple[Any, ...]:
         """Return what a captured step depends on: if it changes, the step is captured again."""
         # If nothing has changed, every value of a group is the same object, which makes comparing
-        # fast. The list of parameters is the same object when it grows, so that its length counts.
+        # fast. The list of parameters is the same object when it grows, so that its length counts,
+        # and comparing other lists would compare tensors. Groups may also change places.
         groups = groups_of(self.optimizer)
-        values = [[*group.values(), len(group["params"])] for group in groups]
+        sizes = [(id(group["params"]), len(group["params"])) for group in groups]
+        values = [
+            [*[value for name, value in group.items() if name != "params"], *size]
+            for group, size in zip(groups, sizes, strict=True)
+        ]
         # Equal tensors may be different ones, and comparing them would synchronize.
         if self._has_tensors or values != self._last_groups[0]:
             tensors = list(map(self._tensor_addresses, groups))
             self._has_tensors = any(tensors)
             variants = map(self._algorithm.variant, groups)
-            sizes = [len(group["params"]) for group in groups]
             self._last_groups = (values, tuple(zip(variants, sizes, tensors, strict=True)))
         lacks_states = self._lacks_states(self._plan)
         return id(self.optimizer.state), lacks_states, self.masters.generation, self._last_groups[1]

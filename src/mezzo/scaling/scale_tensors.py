@@ -245,7 +245,8 @@ class DeviceLossScale:
         from mezzo.scaling.triton_kernels import advance_kernel  # noqa: PLC0415
 
         device = self.scale.device
-        if self._rule is None or self._rule[0] is not rule:
+        # An equal rule is no reason to write the table anew: a capture does not notice it.
+        if self._rule is None or (self._rule[0] is not rule and self._rule[0] != rule):
             numbers = (
                 rule.growth_factor,
                 rule.backoff_factor,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,23 @@ from mezzo._torch import shards
 from mezzo.scaling.mesh import any_sharded
 
 MISSING = object()
+
+
+class Number(NamedTuple):
+    """A number that a module has."""
+
+    attributes: dict[str, Any]
+    """Of the module."""
+    name: str
+    value: complex
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """The attribute, as a key."""
+        return id(self.attributes), self.name
+
+
+Numbers = dict[tuple[int, str], Number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +77,7 @@ class KeptTensors:
         None if there are other shapes or dtypes now, or sparse tensors, or results that backward
         passes through, which belong to one call.
         """
-        new = _tensors(self.attributes.get(self.name))
+        new = flat_tensors(self.attributes.get(self.name))
         fits = len(self.tensors) == len(new) and all(map(_fits, self.tensors, new))
         return list(zip(self.tensors, new, strict=True)) if fits else None
 
@@ -101,6 +118,10 @@ class Assignments:
         self.places: dict[tuple[int, str], dict[str, Any]] = {}
         """Attributes of a module by place. Their number is part of the recapture key: graphs that
         were captured before do not own the tensors of a new place."""
+        self.numbers: dict[tuple[int, str], set[Any]] = {}
+        """The numbers that passes have assigned, by place."""
+        self.replaced_parameter: str | None = None
+        """Name of a parameter that passes replace; see `replaced_parameter`."""
 
     @property
     def empty_places(self) -> tuple[tuple[int, str], ...]:
@@ -112,15 +133,19 @@ class Assignments:
             [
                 place
                 for place, attributes in self.places.items()
-                if not _tensors(attributes.get(place[1]))
+                if not flat_tensors(attributes.get(place[1]))
             ]
         )
 
     @contextmanager
     def noting(self, models: Sequence[nn.Module]) -> Iterator[None]:
         """Note what a pass in this block assigns."""
-        before = {kept.place: kept for kept in module_state(models) if kept.are_values}
+        state, numbers = module_state(models), module_numbers(models)
+        before = {kept.place: kept for kept in state if kept.are_values}
         yield
+        self.replaced_parameter = replaced_parameter(state)
+        for number in changed_numbers(numbers, models):
+            self.numbers.setdefault(number.place, set()).add(number.value)
         for kept in module_state(models):
             known = before.get(kept.place)
             if kept.are_values and (known is None or not known.are_current):
@@ -183,14 +208,37 @@ def module_state(models: Iterable[nn.Module]) -> list[KeptTensors]:
         for module in model.modules()
         for attributes in (module._parameters, module._buffers, vars(module))
         for name, value in attributes.items()
-        if (tensors := _tensors(value))
+        if (tensors := flat_tensors(value))
+    ]
+
+
+def module_numbers(models: Iterable[nn.Module]) -> Numbers:
+    """Return the numbers of modules, by place."""
+    numbers = (
+        Number(vars(module), name, value)
+        for model in models
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+    )
+    return {number.place: number for number in numbers}
+
+
+def changed_numbers(before: Numbers, models: Iterable[nn.Module]) -> list[Number]:
+    """Return the numbers of modules that are new or others than before."""
+    # A NaN is not equal to itself.
+    return [
+        now
+        for place, now in module_numbers(models).items()
+        if (old := before.get(place)) is None
+        or (now.value is not old.value and now.value != old.value)
     ]
 
 
 def made_tensors(empty: Iterable[KeptTensors]) -> tuple[KeptTensors, ...]:
     """Return what a pass has assigned in empty places: modules get it after each replay."""
     made = [
-        KeptTensors(kept.attributes, kept.name, value, _tensors(value))
+        KeptTensors(kept.attributes, kept.name, value, flat_tensors(value))
         for kept in empty
         for value in (kept.attributes.get(kept.name),)
     ]
@@ -210,6 +258,14 @@ def replaced_parameter(before: Iterable[KeptTensors]) -> str | None:
         if isinstance(kept.value, nn.Parameter) and not kept.are_current
     )
     return next((name for name, values in changed if not any_sharded(values)), None)
+
+
+def explain_replaced(name: str) -> str:
+    """Return why a pass that replaces a parameter cannot be captured."""
+    return (
+        f"the forward pass replaces the parameter {name!r} of a module, which a captured graph"
+        " cannot do (write to it instead, as with .data.copy_())"
+    )
 
 
 def keep_assigned(before: Iterable[KeptTensors]) -> tuple[KeptTensors, ...]:
@@ -238,7 +294,7 @@ def prepare_replay(assigned: Iterable[KeptTensors]) -> bool:
     replayed. Tensors of another kind of inputs, which have other shapes, are left to that kind.
     """
     changed = [tensors for tensors in assigned if not tensors.are_current]
-    if not all(_tensors(tensors.attributes.get(tensors.name)) for tensors in changed):
+    if not all(flat_tensors(tensors.attributes.get(tensors.name)) for tensors in changed):
         return False
     keep_assigned(changed)
     for tensors in changed:
@@ -246,7 +302,7 @@ def prepare_replay(assigned: Iterable[KeptTensors]) -> bool:
     return True
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def flat_tensors(value: Any) -> list[Tensor]:
     """Return a tensor, or those of a tuple or list of nothing else."""
     if isinstance(value, Tensor):
         return [value]

@@ -14,6 +14,7 @@ from mezzo.parallel.process_groups import drop_before_shutdown
 from mezzo.scaling import captured_scaler
 from mezzo.scaling.mesh import any_sharded
 from mezzo.scaling.step_result import first_nonfinite
+from mezzo.step.assigned_tensors import explain_replaced
 from mezzo.step.capture_obstacles import (
     kept_graph_hint,
     warn_many_kinds,
@@ -25,6 +26,7 @@ from mezzo.step.cuda_graph import CaptureFailed, release_frames
 from mezzo.step.executor import StepExecutor
 from mezzo.step.input_kinds import InputKind, InputKinds
 from mezzo.step.inputs import Call, UnsupportedInput, copy_outputs, format_shapes, signature
+from mezzo.step.model_structure import ModelStructure
 from mezzo.step.module_buffers import module_modes
 from mezzo.step.options import AccumulationPhase, Capture
 from mezzo.step.rank_agreement import CallState, shared_calls
@@ -52,11 +54,12 @@ class CaptureRunner:
         self._replays = 0
         self._executor, self._capture = executor, capture
         components = executor.components
-        self._modules = [module for model in components.models for module in model.modules()]
-        self._parameters = [
-            parameter for model in components.models for parameter in model.parameters()
-        ]
-        self._is_sharded = any_sharded(self._parameters)
+        self._is_sharded = any_sharded(
+            [parameter for model in components.models for parameter in model.parameters()]
+        )
+        self._structure = ModelStructure(
+            components.models, components.optimizers, is_sharded=self._is_sharded
+        )
         self._graphs = StepGraphs(executor)
         self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
         """Agrees with the other ranks about each call; None if this process trains alone."""
@@ -84,10 +87,10 @@ class CaptureRunner:
 
     def __call__(self, call: Call, phase: AccumulationPhase) -> Any:
         """Run one call: replay it if its graph is captured, else warm up or capture."""
-        modes = module_modes(self._modules, self._parameters)
         if dispatch_mode_count() and not self.shares_calls:
             # A mode sees the ops that run, and a replay runs none.
             return self.run_eagerly(call, phase)
+        modes = self._follow_structure()
         inputs = _CallInputs(call, [], phase, modes)
         if self.eager_reason is not None:
             return self._run_eagerly(inputs)
@@ -96,7 +99,7 @@ class CaptureRunner:
         kind = self._find_kind(inputs)
         if kind is None:
             return self._run_eagerly(inputs)
-        if phase.first and self._executor.static_gradients.exist:
+        if self._executor.static_gradients.exist:
             self._executor.static_gradients.attach()
         captured = kind.graphs.get(phase)
         if captured is not None:
@@ -110,6 +113,15 @@ class CaptureRunner:
         if self._inputs.needs_memory_of_graphs(kind):
             self._release_graphs()
         return self._warm_up_or_capture(kind, inputs)
+
+    def _follow_structure(self) -> Hashable:
+        """Drop graphs if modules or hooks were replaced; return the modes of the current ones."""
+        if self._structure.has_changed(self._graphs.assignments.places):
+            self.drop_graphs()
+        return self._modes()
+
+    def _modes(self) -> Hashable:
+        return module_modes(self._structure.modules, self._structure.parameters)
 
     def _find_kind(self, inputs: _CallInputs) -> InputKind[CapturedStep] | None:
         """Return the kind of a call, and collect its tensors; None if it cannot be captured."""
@@ -154,7 +166,8 @@ class CaptureRunner:
             # Before the ranks agree: otherwise only some of them would find that the tables have
             # moved.
             self._schedule_tables = captured_scaler.before_replay(scaler)
-        addressed = shards(self._parameters) if self._is_sharded else self._parameters
+        parameters = self._structure.parameters
+        addressed = shards(parameters) if self._is_sharded else parameters
         key = [
             list(map(torch.Tensor.data_ptr, addressed)),
             self._schedule_tables,
@@ -181,7 +194,7 @@ class CaptureRunner:
     def run_eagerly(self, call: Call, phase: AccumulationPhase) -> Any:
         """Run one call eagerly, on the stream on which gradients accumulate; keep the graphs."""
         self._stall_check.drop()
-        inputs = _CallInputs(call, [], phase, module_modes(self._modules, self._parameters))
+        inputs = _CallInputs(call, [], phase, self._modes())
         if self.eager_reason is not None:
             return self._run_eagerly(inputs)
         return self._graphs.capturer.run_on_capture_stream(lambda: self._run_eagerly(inputs))
@@ -254,6 +267,11 @@ class CaptureRunner:
     def _warm_up_or_capture(self, kind: InputKind[CapturedStep], inputs: _CallInputs) -> Any:
         if kind.is_eager:
             return self._run_eagerly(inputs)
+        replaced = self._graphs.assignments.replaced_parameter
+        if replaced is not None and self._shared is None:
+            # Its new address drops all graphs: no capture would be tried.
+            self._give_up(explain_replaced(replaced))
+            return self._run_eagerly(inputs)
         phase = inputs.phase
         if not self._can_capture_now(kind, phase):
             self._warm_up.count_call(phase)
@@ -323,7 +341,7 @@ class CaptureRunner:
             if failure is not None:
                 self._run_kind_eagerly(kind, leaves, failure, "")
                 return None
-        hint = "" if self._shared is not None else kept_graph_hint(self._parameters)
+        hint = "" if self._shared is not None else kept_graph_hint(self._structure.parameters)
         while True:
             captured, failure = self._capture_once(inputs, attempt)
             if failure is None:

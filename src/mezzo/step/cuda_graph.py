@@ -32,6 +32,7 @@ from mezzo.scaling.check_unscale import captured_tables
 from mezzo.step.assigned_tensors import (
     Assignments,
     KeptTensors,
+    explain_replaced,
     keep_assigned,
     made_tensors,
     module_state,
@@ -41,6 +42,7 @@ from mezzo.step.assigned_tensors import (
 from mezzo.step.host_inputs import HostInput, HostInputs
 from mezzo.step.host_random import HostDraws, draw_again
 from mezzo.step.inputs import copy_outputs, make_static_buffers
+from mezzo.step.pass_changes import PassChanges
 from mezzo.step.profiler_ranges import Range, profiled
 
 _MANY = 16
@@ -189,8 +191,9 @@ class GraphCapturer:
         graph, pool, draws = torch.cuda.CUDAGraph(), self.pool.handle(), HostDraws()
         empty = self.assignments.empty()
         before = [*module_state(models), *empty]
+        changes = PassChanges(models, before)
         with (
-            self._restored_on_error(pool, before) as host_state,
+            self._restored_on_error(pool, [*before, changes]) as host_state,
             find_host_syncs() as host_reads,
         ):
             try:
@@ -203,6 +206,7 @@ class GraphCapturer:
                     hide_capture() if hides_capture else nullcontext(),
                     _no_recompilation(),
                     draws if records_draws else nullcontext(),
+                    changes.noting_reads(),
                     captured_tables() as tables,
                     torch.cuda.graph(
                         graph, pool=pool, stream=self.stream, capture_error_mode="relaxed"
@@ -218,11 +222,10 @@ class GraphCapturer:
                 raise CaptureFailed(failure_reason(error, host_reads)) from error
             if rng_state.host_rng_has_moved(host_state) and not draws.explain(host_state):
                 raise HostDrawsFound
+            if (obstacle := changes.obstacle(self.assignments.numbers)) is not None:
+                raise CaptureFailed(obstacle)
             if (name := replaced_parameter(state)) is not None:
-                raise CaptureFailed(
-                    f"the forward pass replaces the parameter {name!r} of a module, which a"
-                    " captured graph cannot do (write to it instead, as with .data.copy_())"
-                )
+                raise CaptureFailed(explain_replaced(name))
         self.pool.add(graph)
         return CapturedGraph(
             graph,
@@ -237,7 +240,7 @@ class GraphCapturer:
 
     @contextmanager
     def _restored_on_error(
-        self, pool: Any, before: Iterable[KeptTensors]
+        self, pool: Any, before: Iterable[KeptTensors | PassChanges]
     ) -> Iterator[dict[str, Any]]:
         """Restore what a failed capture leaves behind; yield the state of the host's generators.
 
@@ -251,9 +254,9 @@ class GraphCapturer:
         except BaseException:
             torch.cuda.set_stream(stream)
             rng_state.restore_rng_state(host_state)
-            for tensors in before:
-                # Those that the capture has assigned hold nothing.
-                tensors.restore()
+            for held in before:
+                # Tensors that the capture has assigned hold nothing.
+                held.restore()
             # An error means that the capture has ended in order.
             with suppress(RuntimeError):
                 end_allocate_to_pool(index, pool)

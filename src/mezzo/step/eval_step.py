@@ -33,6 +33,7 @@ from mezzo.step.inputs import (
     move_inputs,
     signature,
 )
+from mezzo.step.model_structure import ModelStructure
 from mezzo.step.options import Capture
 from mezzo.step.replay_timing import ReplayTiming
 
@@ -103,7 +104,8 @@ class EvalStep:
         forces, needs the second, or the third if it does not call `torch.enable_grad`."""
         if not self._is_sharded:
             self._contexts.insert(0, torch.inference_mode)
-        self._parameters = list(model.parameters())
+        # Of buffers it is the address that counts: see `_addresses`.
+        self._structure = ModelStructure([model], with_buffers=False)
         self._buffers: list[tuple[dict[str, Any], str]] = []
         """Buffers of modules by name, except those that calls of this step assign."""
         self._inputs: InputKinds[CapturedGraph] = InputKinds(max_graphs)
@@ -155,6 +157,9 @@ class EvalStep:
         # A dispatch mode sees the ops that run, and a replay runs none.
         if self._capturer is None or self.eager_reason is not None or dispatch_mode_count():
             return self._run_eagerly(inputs)
+        if self._structure.has_changed():
+            self._drop_graphs(None)
+            self._buffers = self._capturer.assignments.other_buffers(self.model)
         leaves: list[torch.Tensor] = []
         try:
             key = (signature(inputs, leaves), self._capturer.assignments.empty_places)
@@ -183,7 +188,7 @@ class EvalStep:
         """Return the addresses of parameters and buffers: training may assign other buffers."""
         buffers = [attributes.get(name) for attributes, name in self._buffers]
         return (
-            *map(_ADDRESS, self._parameters),
+            *map(_ADDRESS, self._structure.parameters),
             *[0 if buffer is None else buffer.data_ptr() for buffer in buffers],
         )
 

@@ -295,7 +295,9 @@ class StepContext:
                 " output, without detach() or no_grad()."
             )
         self.loss = loss
-        scaled = loss if self._loss_factor == 1.0 else loss * self._loss_factor
+        # The caller may have switched gradients off: the forward pass runs with them in any case.
+        with torch.enable_grad():
+            scaled = loss if self._loss_factor == 1.0 else loss * self._loss_factor
         scaler, region = self._components.scaler, self._components.backward_region
         in_region = torch.is_autocast_enabled(region.device)
         try:

@@ -9,17 +9,18 @@ they are not, the first parameter with a non-finite gradient is named.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from mezzo import _events
+from mezzo import _events, _launch
 from mezzo.prepare import rng_state
 from mezzo.prepare.arguments import Optimizer
 from mezzo.scaling import captured_scaler
 from mezzo.scaling.gradients import is_finite, parameters
 from mezzo.scaling.step_result import NO_SOURCE, KnownSource, NonfiniteSource
-from mezzo.step.assigned_tensors import module_state
+from mezzo.step.assigned_tensors import KeptTensors, module_state
 from mezzo.step.executor import StepExecutor
 from mezzo.step.inputs import Call
 from mezzo.step.rank_agreement import process_groups
@@ -80,17 +81,18 @@ class StallCheck:
     def compute(self, call: Call) -> None:
         """Add the eager gradients of a call.
 
-        Weights, gradients, buffers, random generators and the tensors that modules have are
-        restored afterwards.
+        Gradients, random generators, the tensors that modules have and their values are restored
+        afterwards: passes write buffers, and others also codebooks and states in place.
         """
         if self.compared is None:
             return
         gradients = [(parameter, parameter.grad) for parameter in self.compared]
         rng = rng_state.capture_rng_state()
         models = self._executor.components.models
-        buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
         state = module_state(models)
+        values: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
+            values += _values(state)
             for parameter, eager in self.compared.items():
                 parameter.grad = eager.gradient
             self._executor.compute_gradients(self._executor.move_inputs(call))
@@ -105,10 +107,11 @@ class StallCheck:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            for tensors in state:
-                tensors.restore()
+                for tensor, before in values:
+                    # Data: to the masters a parameter is as it was.
+                    tensor.data.copy_(before)
+            for kept in state:
+                kept.restore()
             rng_state.restore_rng_state(rng)
 
     def judge(self) -> str | None:
@@ -160,3 +163,13 @@ class StallCheck:
                 UserWarning,
                 stacklevel=6,
             )
+
+
+def _values(state: Iterable[KeptTensors]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the tensors that a pass may write in place, each with a copy."""
+    tensors = {id(tensor): tensor for kept in state for tensor in kept.tensors}
+    return [
+        (tensor, tensor.detach().clone())
+        for tensor in tensors.values()
+        if tensor.layout is torch.strided and _launch.is_dense(tensor)
+    ]

@@ -62,11 +62,22 @@ class StaticGradients:
         return True
 
     def attach(self) -> None:
-        """Make these the gradients of their parameters, also after `optimizer.zero_grad()`."""
+        """Make these the gradients of their parameters, with the values of those there are now.
+
+        They are zero after `optimizer.zero_grad()`.
+        """
         first = self._static[:1]
-        if any(parameter.grad is not gradient for parameter, gradient in first):
-            for parameter, gradient in self._static:
-                parameter.grad = gradient
+        if all(parameter.grad is gradient for parameter, gradient in first):
+            return
+        if all(parameter.grad is None for parameter, _ in self._static):
+            self.zero()
+            return
+        for parameter, gradient in self._static:
+            if parameter.grad is None:
+                gradient.zero_()
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
 
     def versions(self) -> list[int]:
         """Return the versions of the gradients, for `were_added_to`."""
@@ -98,9 +109,10 @@ class StaticGradients:
                     parameter.grad = None
 
     def zero(self) -> None:
-        """Set the gradients to zero after an eager update."""
+        """Set the gradients to zero after an eager update, or after other code has removed them."""
         foreach_zero_(shards([gradient for _, gradient in self._static]))
-        self.attach()
+        for parameter, gradient in self._static:
+            parameter.grad = gradient
         self._has_run = True
         self.note_zeros()
 
