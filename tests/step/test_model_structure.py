@@ -140,3 +140,13 @@ def test_captured_inference_computes_with_what_the_model_has(monkeypatch, change
             change(model)
         assert torch.equal(evaluate(x), reference(x))
         assert evaluate.captured is (number not in {0, 1, 4})
+
+
+def test_hooks_are_not_followed_where_all_ranks_replay_alike():
+    model = Model()
+    structure = ModelStructure([model], with_hooks=False)
+    handle = model.head.register_forward_hook(halve)
+    assert not structure.has_changed()
+    handle.remove()
+    model.head = nn.Linear(4, 2)
+    assert structure.has_changed()

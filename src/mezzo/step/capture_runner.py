@@ -57,12 +57,17 @@ class CaptureRunner:
         self._is_sharded = any_sharded(
             [parameter for model in components.models for parameter in model.parameters()]
         )
-        self._structure = ModelStructure(
-            components.models, components.optimizers, is_sharded=self._is_sharded
-        )
         self._graphs = StepGraphs(executor)
         self._shared = shared_calls(components, same_shapes=executor.options.same_shapes)
         """Agrees with the other ranks about each call; None if this process trains alone."""
+        # The samples of an observed run add hooks, and with several processes calls are replayed
+        # during them.
+        self._structure = ModelStructure(
+            components.models,
+            components.optimizers,
+            is_sharded=self._is_sharded,
+            with_hooks=self._shared is None,
+        )
         self._warm_up = WarmUp(executor)
         self._has_reducers = not components.ddp
         """Whether wrappers reduce gradients on the capture stream."""

@@ -36,8 +36,9 @@ class ModelStructure:
         *,
         is_sharded: bool = False,
         with_buffers: bool = True,
+        with_hooks: bool = True,
     ) -> None:
-        self._models, self._optimizers = models, optimizers
+        self._models, self._optimizers, self._with_hooks = models, optimizers, with_hooks
         # FSDP2 replaces parameters in each pass.
         self._with_parameters, self._with_buffers = not is_sharded, with_buffers
         self._read()
@@ -84,6 +85,8 @@ class ModelStructure:
         self._hooks = list(chain.from_iterable(self._hook_tables))
 
     def _hooks_differ(self) -> bool:
+        if not self._with_hooks:
+            return False
         # Every new handle increments the number, and hooks are few.
         count = sum(map(len, self._hook_tables))
         if self._handles == RemovableHandle.next_id and count == self._hook_count:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mezzo._casting import tensors_of
+from mezzo._torch import fsdp_shards
 from mezzo.scaling.mesh import any_sharded
 from mezzo.step.assigned_tensors import (
     KeptTensors,
@@ -75,11 +76,15 @@ class PassChanges:
 
     def __init__(self, models: Sequence[nn.Module], state: Sequence[KeptTensors]) -> None:
         self._models, self._numbers = models, module_numbers(models)
+        # FSDP2 frees the parameters that it has gathered.
+        gathered = set().union(*map(fsdp_shards, models))
         self._memory = [
             (kept.name, tensor, tensor.data)
             for kept in state
             for tensor in kept.tensors
-            if tensor.layout is torch.strided and not any_sharded([tensor])
+            if tensor.layout is torch.strided
+            and not any_sharded([tensor])
+            and id(tensor) not in gathered
         ]
         self._held = [
             _Held(vars(module), name, value, copy(contents), tensors)
