@@ -432,9 +432,14 @@ BatchOrInstanceNorm = _shared_base(BatchNorm, InstanceNorm)
 # -- schedulers ------------------------------------------------------------------------------------
 
 
-def closed_form_rates(scheduler: object) -> Callable[[], list[Any]] | None:
-    """Return the function of a scheduler that computes its rates from the step alone, if any."""
-    return getattr(scheduler, "_get_closed_form_lr", None)
+def has_closed_form(scheduler: object) -> bool:
+    """Return whether a scheduler can compute its rates from the step alone."""
+    return hasattr(scheduler, "_get_closed_form_lr")
+
+
+def closed_form_rates(scheduler: Any) -> list[Any]:
+    """Return the learning rates at `scheduler.last_epoch`, of a scheduler with a closed form."""
+    return list(scheduler._get_closed_form_lr())
 
 
 # -- hooks -----------------------------------------------------------------------------------------

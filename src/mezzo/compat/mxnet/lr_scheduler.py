@@ -49,6 +49,11 @@ class LRScheduler:
 
     def __call__(self, num_update: int) -> float:
         """Return the learning rate of an update; the first is 1."""
+        if num_update < self.warmup_steps:
+            return self.get_warmup_lr(num_update)
+        return self._rate_after_warmup(num_update)
+
+    def _rate_after_warmup(self, num_update: int) -> float:
         raise NotImplementedError("__call__ method must be overridden.")
 
 
@@ -76,10 +81,7 @@ class FactorScheduler(LRScheduler):
         _check_factor(factor)
         self.step, self.factor, self.stop_factor_lr, self.count = step, factor, stop_factor_lr, 0
 
-    def __call__(self, num_update: int) -> float:
-        """Return the learning rate of an update."""
-        if num_update < self.warmup_steps:
-            return self.get_warmup_lr(num_update)
+    def _rate_after_warmup(self, num_update: int) -> float:
         while num_update > self.count + self.step:
             self.count += self.step
             self.base_lr = max(self.base_lr * self.factor, self.stop_factor_lr)
@@ -106,10 +108,7 @@ class MultiFactorScheduler(LRScheduler):
         _check_factor(factor)
         self.step, self.factor, self.cur_step_ind = list(step), factor, 0
 
-    def __call__(self, num_update: int) -> float:
-        """Return the learning rate of an update."""
-        if num_update < self.warmup_steps:
-            return self.get_warmup_lr(num_update)
+    def _rate_after_warmup(self, num_update: int) -> float:
         while self.cur_step_ind < len(self.step) and num_update > self.step[self.cur_step_ind]:
             self.cur_step_ind += 1
             self.base_lr *= self.factor
@@ -134,10 +133,7 @@ class _DecayScheduler(LRScheduler):
         self.base_lr_orig, self.max_update, self.final_lr = base_lr, max_update, final_lr
         self.max_steps = max_update - warmup_steps
 
-    def __call__(self, num_update: int) -> float:
-        """Return the learning rate of an update."""
-        if num_update < self.warmup_steps:
-            return self.get_warmup_lr(num_update)
+    def _rate_after_warmup(self, num_update: int) -> float:
         if num_update <= self.max_update:
             left = self._share_left((num_update - self.warmup_steps) / self.max_steps)
             self.base_lr = self.final_lr + (self.base_lr_orig - self.final_lr) * left

@@ -14,7 +14,26 @@ from mezzo.compat.oneflow.optim import lr_scheduler
 __all__ = ["LAMB", "Adam", "AdamW", "lr_scheduler"]
 
 
-class Adam(torch.optim.Adam):
+class _AdamArguments:
+    """OneFlow's arguments, in front of an optimizer of torch."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-08,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        do_bias_correction: bool = True,
+        contiguous_params: bool = False,
+        fused: bool = False,
+    ) -> None:
+        _check_bias_correction(do_bias_correction)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad)  # type: ignore[call-arg]
+
+
+class Adam(_AdamArguments, torch.optim.Adam):
     """`oneflow.optim.Adam`: torch's, which always corrects the bias.
 
     >>> Adam([torch.nn.Parameter(torch.ones(1))], do_bias_correction=True).defaults["lr"]
@@ -23,41 +42,11 @@ class Adam(torch.optim.Adam):
 
     steps_as = torch.optim.Adam
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 0.001,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        do_bias_correction: bool = True,
-        contiguous_params: bool = False,
-        fused: bool = False,
-    ) -> None:
-        _check_bias_correction(do_bias_correction)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad)
 
-
-class AdamW(torch.optim.AdamW):
+class AdamW(_AdamArguments, torch.optim.AdamW):
     """`oneflow.optim.AdamW`: torch's, which always corrects the bias; `weight_decay` is 0."""
 
     steps_as = torch.optim.AdamW
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 0.001,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-08,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        do_bias_correction: bool = True,
-        contiguous_params: bool = False,
-        fused: bool = False,
-    ) -> None:
-        _check_bias_correction(do_bias_correction)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad)
 
 
 class LAMB(mezzo.LAMB):

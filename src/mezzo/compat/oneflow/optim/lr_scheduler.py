@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from mezzo._torch import closed_form_rates
+from mezzo._torch import closed_form_rates, has_closed_form
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.oneflow._substitutions import SUBSTITUTIONS
 
@@ -65,9 +65,9 @@ class WarmUpLR(LRScheduler):
             raise ValueError(
                 f"'warmup_method' must be 'linear' or 'constant', but got {warmup_method}"
             )
-        if (
-            not isinstance(scheduler_or_optimizer, torch.optim.Optimizer | LambdaLR)
-            and closed_form_rates(scheduler_or_optimizer) is None
+        if not (
+            isinstance(scheduler_or_optimizer, torch.optim.Optimizer | LambdaLR)
+            or has_closed_form(scheduler_or_optimizer)
         ):
             raise TypeError(
                 f"WarmUpLR cannot wrap {type(scheduler_or_optimizer).__name__}, whose rates depend"
@@ -99,11 +99,8 @@ class WarmUpLR(LRScheduler):
         if isinstance(self._inner, LambdaLR):
             factors = [function(step) for function in self._inner.lr_lambdas]
             return [rate * factor for rate, factor in zip(self.base_lrs, factors, strict=True)]
-        rates = closed_form_rates(self._inner)
-        if rates is None:
-            return list(self.base_lrs)
         self._inner.last_epoch = step
-        return list(rates())
+        return closed_form_rates(self._inner)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; the scheduler inside follows the step."""
