@@ -10,7 +10,7 @@ import torch
 from mezzo._dtypes import HALF_DTYPES
 from mezzo.compat.paddle.amp._decorate import register_optimizer
 from mezzo.compat.paddle.nn._clip import Clip, clip_before_step, shared_clip_norm
-from mezzo.compat.paddle.optimizer.lr import LRScheduler
+from mezzo.compat.paddle.optimizer._lr_scheduler import LRScheduler
 from mezzo.compat.paddle.static._program import Variable, in_dynamic_mode
 from mezzo.compat.paddle.static._training import Precision, attach_trainer
 from mezzo.optim.bind_optimizer import bind_half_parameters

@@ -6,14 +6,19 @@ The formulas are those of PaddlePaddle 3.3.1 (python/paddle/optimizer/lr.py).
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mezzo.compat._missing import module_getattr
 from mezzo.compat.paddle._substitutions import SUBSTITUTIONS
+from mezzo.compat.paddle.optimizer._cosine_schedules import (
+    CosineAnnealingDecay,
+    CosineAnnealingWarmRestarts,
+    OneCycleLR,
+)
+from mezzo.compat.paddle.optimizer._lr_scheduler import LRScheduler
 
 __all__ = [
     "CosineAnnealingDecay",
@@ -34,114 +39,6 @@ __all__ = [
     "ReduceOnPlateau",
     "StepDecay",
 ]
-
-
-class Scheduled(Protocol):
-    """An optimizer whose learning rate a scheduler sets."""
-
-    def _apply_learning_rate(self, value: float) -> None: ...
-
-
-class LRScheduler:
-    """`paddle.optimizer.lr.LRScheduler`: base class; define `get_lr` with `self.last_epoch`.
-
-    Call `step()` after each update, or after each epoch. The optimizers that it was passed to have
-    the new rate at once.
-
-    >>> from mezzo.compat import paddle
-    >>> scheduler = StepDecay(learning_rate=1.0, step_size=2)
-    >>> layer = paddle.nn.Linear(1, 1)
-    >>> optimizer = paddle.optimizer.SGD(scheduler, parameters=layer.parameters())
-    >>> for _ in range(2):
-    ...     scheduler.step()
-    >>> optimizer.get_lr()
-    0.1
-    """
-
-    keys: Sequence[str]
-
-    def __init__(
-        self, learning_rate: float = 0.1, last_epoch: int = -1, verbose: bool = False
-    ) -> None:
-        if not isinstance(learning_rate, float | int):
-            raise TypeError(
-                f"The type of learning rate must be float, but received {type(learning_rate)}"
-            )
-        if learning_rate < 0:
-            raise ValueError(f"Invalid learning rate: {learning_rate}")
-        self.base_lr = float(learning_rate)
-        self.last_lr = float(learning_rate)
-        self.last_epoch = last_epoch
-        self.verbose = verbose
-        self.step()
-
-    def __call__(self) -> float:
-        """Return the current learning rate."""
-        return self.last_lr
-
-    @property
-    def last_lr(self) -> float:
-        """The current learning rate; setting it sets that of the optimizers too."""
-        return self._last_lr
-
-    @last_lr.setter
-    def last_lr(self, value: float) -> None:
-        self._last_lr = value
-        for optimizer in self.__dict__.get("_optimizers", ()):
-            optimizer._apply_learning_rate(value)
-
-    def attach(self, optimizer: Scheduled) -> None:
-        """Set the learning rate of an optimizer from now on."""
-        self.__dict__.setdefault("_optimizers", weakref.WeakSet()).add(optimizer)
-        optimizer._apply_learning_rate(self.last_lr)
-
-    def detach(self, optimizer: Scheduled) -> None:
-        """Set the learning rate of an optimizer no longer."""
-        self.__dict__["_optimizers"].discard(optimizer)
-
-    def step(self, epoch: int | None = None) -> None:
-        """Go to the next epoch, or to the one that is passed, and compute its learning rate."""
-        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        closed_form = None if epoch is None else getattr(self, "_get_closed_form_lr", None)
-        self.last_lr = self.get_lr() if closed_form is None else closed_form()
-        self._print_rate()
-
-    def get_lr(self) -> float:
-        """Return the learning rate of `last_epoch`; subclasses define it."""
-        raise NotImplementedError(f"Define get_lr() in {type(self).__name__}.")
-
-    def state_keys(self) -> None:
-        """Set `self.keys`, the names of the attributes in the state dict."""
-        self.keys = ["last_epoch", "last_lr"]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the attributes that `state_keys` names."""
-        self.state_keys()
-        return {key: getattr(self, key) for key in self.keys if hasattr(self, key)}
-
-    def set_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the attributes that `state_keys` names."""
-        self.state_keys()
-        for key in self.keys:
-            if key not in state_dict:
-                raise RuntimeError(
-                    "Please check whether state_dict is correct for optimizer. Can't find"
-                    f" [ {key} ] in state_dict"
-                )
-            setattr(self, key, state_dict[key])
-
-    set_dict = set_state_dict
-
-    def _print_rate(self) -> None:
-        if self.verbose:
-            print(  # noqa: T201 - what verbose=True asks for
-                f"Epoch {self.last_epoch}: {type(self).__name__} set learning rate to"
-                f" {self.last_lr}."
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy schedules no optimizer.
-        return {name: value for name, value in self.__dict__.items() if name != "_optimizers"}
 
 
 class NoamDecay(LRScheduler):
@@ -454,73 +351,6 @@ class ReduceOnPlateau(LRScheduler):
         return sign * value < sign * (best - sign * margin)
 
 
-class CosineAnnealingDecay(LRScheduler):
-    """Along a cosine from the learning rate to `eta_min` in `T_max` epochs, and back."""
-
-    def __init__(
-        self,
-        learning_rate: float,
-        T_max: int,
-        eta_min: float = 0,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        if not isinstance(T_max, int):
-            raise TypeError(
-                "The type of 'T_max' in 'CosineAnnealingDecay' must be 'int', but received"
-                f" {type(T_max)}."
-            )
-        if T_max <= 0:
-            # Paddle's exception type.
-            raise AssertionError(f"'T_max' must be a positive integer, got {T_max}.")
-        self.T_max, self.eta_min = T_max, float(eta_min)
-        super().__init__(learning_rate, last_epoch, verbose)
-
-    def get_lr(self) -> float:
-        """Return the learning rate of `last_epoch`, computed from the last one."""
-        if self.last_epoch == 0:
-            return self.base_lr
-        if (self.last_epoch - 1 - self.T_max) % (2 * self.T_max) == 0:
-            span = self.base_lr - self.eta_min
-            return self.last_lr + span * (1 - math.cos(math.pi / self.T_max)) / 2
-        ratio = (1 + math.cos(math.pi * self.last_epoch / self.T_max)) / (
-            1 + math.cos(math.pi * (self.last_epoch - 1) / self.T_max)
-        )
-        return ratio * (self.last_lr - self.eta_min) + self.eta_min
-
-    def _get_closed_form_lr(self) -> float:
-        share = (1 + math.cos(math.pi * self.last_epoch / self.T_max)) / 2
-        return self.eta_min + (self.base_lr - self.eta_min) * share
-
-
-class CosineAnnealingWarmRestarts(LRScheduler):
-    """Along a cosine to `eta_min`, again and again; each cycle is `T_mult` times as long."""
-
-    def __init__(
-        self,
-        learning_rate: float,
-        T_0: int,
-        T_mult: int = 1,
-        eta_min: float = 0,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        if T_0 <= 0 or not isinstance(T_0, int):
-            raise ValueError(f"Expected positive integer T_0, but got {T_0}")
-        if T_mult < 1 or not isinstance(T_mult, int):
-            raise ValueError(f"Expected integer T_mult >= 1, but got {T_mult}")
-        self.T_0, self.T_mult, self.eta_min = T_0, T_mult, eta_min
-        super().__init__(learning_rate, last_epoch, verbose)
-
-    def get_lr(self) -> float:
-        """Return the learning rate of `last_epoch`."""
-        epoch, length = self.last_epoch, self.T_0
-        while epoch >= length:
-            epoch, length = epoch - length, length * self.T_mult
-        share = (1 + math.cos(math.pi * epoch / length)) / 2
-        return self.eta_min + (self.base_lr - self.eta_min) * share
-
-
 class LinearLR(LRScheduler):
     """From `start_factor` to `end_factor` times the rate in `total_steps` steps."""
 
@@ -552,55 +382,6 @@ class LinearLR(LRScheduler):
         """Return the learning rate of `last_epoch`."""
         share = min(self.last_epoch, self.total_steps) / self.total_steps
         return self.base_lr * (self.start_factor + (self.end_factor - self.start_factor) * share)
-
-
-class OneCycleLR(LRScheduler):
-    """Up to `max_learning_rate`, and down to `end_learning_rate`, in `total_steps` steps."""
-
-    def __init__(
-        self,
-        max_learning_rate: float,
-        total_steps: int,
-        divide_factor: float = 25.0,
-        end_learning_rate: float = 0.0001,
-        phase_pct: float = 0.3,
-        anneal_strategy: str = "cos",
-        three_phase: bool = False,
-        last_epoch: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        if anneal_strategy not in ("cos", "linear"):
-            raise ValueError(
-                "'anneal_strategy' must by one of 'cos' or 'linear', but received"
-                f" {anneal_strategy}"
-            )
-        if not 0 <= phase_pct <= 1:
-            raise ValueError(f"'phase_pct' must be between 0 and 1, but received {phase_pct}")
-        initial, peak = max_learning_rate / divide_factor, phase_pct * total_steps - 1
-        turns = [(0.0, initial), (peak, max_learning_rate)]
-        if three_phase:
-            turns.append((2 * peak, initial))
-        self.turns = [*turns, (total_steps - 1.0, end_learning_rate)]
-        """Steps at which the direction changes, with the rate there."""
-        self.total_steps, self.anneal_strategy = total_steps, anneal_strategy
-        super().__init__(initial, last_epoch, verbose)
-
-    def get_lr(self) -> float:
-        """Return the learning rate of `last_epoch`."""
-        step = self.last_epoch
-        if step > self.total_steps:
-            raise ValueError(
-                f"Tried to step {step} times. However the number of total steps is"
-                f" {self.total_steps}"
-            )
-        phases = list(zip(self.turns, self.turns[1:], strict=False))
-        (begin, low), (end, high) = next(
-            (phase for phase in phases if step <= phase[1][0]), phases[-1]
-        )
-        share = (step - begin) / (end - begin)
-        if self.anneal_strategy == "cos":
-            share = (1 - math.cos(math.pi * share)) / 2
-        return low + (high - low) * share
 
 
 __getattr__ = module_getattr(__name__, SUBSTITUTIONS, counterpart=torch.optim.lr_scheduler)
