@@ -63,9 +63,11 @@ class StepPlan:
     states: list[tuple[dict[str, Any], str, torch.Tensor]]
     """Tensors of the optimizer's state, each with its dictionary and its name."""
 
-    def has_states(self) -> bool:
-        """Return whether the optimizer's state has the tensors that the step updates."""
-        return all(state.get(name) is tensor for state, name, tensor in self.states)
+    def has_states(self, state: Any) -> bool:
+        """Return whether an optimizer's state has the tensors that the step updates."""
+        return len(state) >= len(self.parameters) and all(
+            entries.get(name) is tensor for entries, name, tensor in self.states
+        )
 
     def note_written(self, versions: list[int]) -> None:
         """Note the versions after an update."""

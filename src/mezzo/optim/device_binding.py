@@ -30,8 +30,8 @@ class ReplayPlan(Protocol):
     def note_written(self, versions: list[int]) -> None:
         """Note the versions after an update."""
 
-    def has_states(self) -> bool:
-        """Return whether the optimizer's state has the tensors that the step updates."""
+    def has_states(self, state: Any) -> bool:
+        """Return whether an optimizer's state has the tensors that the step updates."""
 
 
 class DeviceBinding(OptimizerBinding, ABC):
@@ -77,9 +77,7 @@ class DeviceBinding(OptimizerBinding, ABC):
 
     def _lacks_states(self, plan: ReplayPlan | None) -> bool:
         """Return whether other code has cleared or replaced states since the last step."""
-        return plan is not None and (
-            len(self.optimizer.state) < len(plan.parameters) or not plan.has_states()
-        )
+        return plan is not None and not plan.has_states(self.optimizer.state)
 
     def _resync_written(self, plan: ReplayPlan) -> None:
         """Update the masters of parameters if other code has written one since the last update."""

@@ -245,12 +245,8 @@ class FusedBinding(DeviceBinding):
             return None
         variants = tuple([self._algorithm.variant(group) for group in groups])
         plan = self._plan
-        if (
-            plan is None
-            or self._lacks_states(plan)
-            or not plan.fits(
-                parameters, gradients, self.optimizer.state, self.masters.generation, variants
-            )
+        if plan is None or not plan.fits(
+            parameters, gradients, self.optimizer.state, self.masters.generation, variants
         ):
             # Only here: a plan is for one list of parameters, so that a new one does not fit it.
             self._add_missing_masters(parameters)

@@ -271,12 +271,14 @@ class LaunchPlan:
             and list(map(_DTYPE, gradients)) == self.dtypes
             and set(map(_LAYOUT, gradients)) == {torch.strided}
             and list(map(torch.Tensor.data_ptr, self._shards(parameters))) == self._addresses
-            and self.has_states()
+            and self.has_states(state)
         )
 
-    def has_states(self) -> bool:
-        """Return whether the optimizer's state has the tensors of the tables."""
-        return all(map(is_, map(_get, self._dicts, self._names), self._tensors))
+    def has_states(self, state: Any) -> bool:
+        """Return whether an optimizer's state has the tensors of the tables."""
+        return len(state) >= len(self.parameters) and all(
+            map(is_, map(_get, self._dicts, self._names), self._tensors)
+        )
 
     def _shards(self, parameters: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return parameters if self.mesh is None else local_tensors(parameters)
